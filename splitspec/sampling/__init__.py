@@ -1,0 +1,1 @@
+"""Logits to distributions, and counter-based randomness."""

@@ -1,0 +1,88 @@
+"""Counter-based randomness: a value is a function of (request seed, round, index, purpose) alone.
+
+Philox 4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3):
+key = (seed, purpose), counter = (0, 0, index, round). Nothing depends on the composition of a batch,
+on the replica that ran the round, or on how many values another purpose took.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Protocol
+
+import numpy as np
+import torch
+
+
+class Purpose(enum.IntEnum):
+    """What a random value is for; each purpose is a stream of its own."""
+
+    DRAFT = 1
+    ACCEPTANCE = 2
+    RESIDUAL = 3
+    NEXT = 4
+
+
+def raw64(seed: int, round_number: int, index: int, purpose: Purpose) -> int:
+    """A uniform 64-bit integer."""
+    counter = np.array([0, 0, index, round_number], dtype=np.uint64)
+    key = np.array([seed, purpose], dtype=np.uint64)
+    return int(np.random.Philox(counter=counter, key=key).random_raw())
+
+
+def uniform(seed: int, round_number: int, index: int, purpose: Purpose) -> float:
+    """A uniform float64 in [0, 1) on the grid of 2**-53."""
+    return (raw64(seed, round_number, index, purpose) >> 11) * 2.0**-53
+
+
+def accepts(u: float, numerator: float, denominator: float) -> bool:
+    """Whether u < numerator / denominator, for u in [0, 1): strict, so a numerator of 0 never passes."""
+    return u * denominator < numerator
+
+
+def invert(u: float, weights: torch.Tensor) -> int:
+    """The index whose share of the cumulated weights holds u: the inverse of their distribution function.
+
+    weights: [n] float64, at least 0, not all 0; they need not sum to 1. u in [0, 1).
+    An index of weight 0 is never returned.
+    """
+    cumulated = torch.cumsum(weights, dim=0)
+    total = float(cumulated[-1])
+    if not total > 0:
+        raise ValueError(f"the weights sum to {total}, expected more than 0")
+    index = int(torch.searchsorted(cumulated, u * total, right=True))
+    # u * total may round up to the total itself: then the last index that has any weight.
+    last = int(torch.searchsorted(cumulated, total, right=False))
+    return min(index, last)
+
+
+class Noise(Protocol):
+    """Randomness as the rules ask for it; tests pass one that walks through every outcome."""
+
+    def accepts(self, index: int, numerator: float, denominator: float) -> bool:
+        """Accept draft token `index` with probability min(1, numerator / denominator)."""
+        ...
+
+    def draw(self, index: int, purpose: Purpose, weights: torch.Tensor) -> int:
+        """Draw an index with probability proportional to weights ([n] float64)."""
+        ...
+
+
+class CounterNoise:
+    """The service's noise for one round."""
+
+    def __init__(self, seed: int, round_number: int) -> None:
+        self.seed = seed
+        self.round_number = round_number
+
+    def accepts(self, index: int, numerator: float, denominator: float) -> bool:
+        return accepts(
+            uniform(self.seed, self.round_number, index, Purpose.ACCEPTANCE), numerator, denominator
+        )
+
+    def draw(self, index: int, purpose: Purpose, weights: torch.Tensor) -> int:
+        return invert(uniform(self.seed, self.round_number, index, purpose), weights)
+
+    def below(self, index: int, purpose: Purpose, bound: int) -> int:
+        """A uniform integer below `bound`, by the 64-bit multiply-shift."""
+        return (raw64(self.seed, self.round_number, index, purpose) * bound) >> 64

@@ -1,0 +1,52 @@
+"""Committed tokens and their rolling hash.
+
+The hash of n tokens is h(n) = ((h(n-1) XOR (token + 1)) * 0x100000001B3) mod 2**64 with
+h(0) = 0xCBF29CE484222325 (FNV-1a over ids). It tells apart two workers that hold different tokens of
+the same length; it is no defence against an attacker, and needn't be: both sides are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+_OFFSET = 0xCBF29CE484222325
+_PRIME = 0x100000001B3
+_MASK = 2**64 - 1
+
+
+class TokenLog(Sequence[int]):
+    """A growing sequence of token ids that knows the hash of each of its prefixes."""
+
+    def __init__(self, ids: Iterable[int] = ()) -> None:
+        self._ids: list[int] = []
+        self._hashes: list[int] = [_OFFSET]
+        self.extend(ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]  # int -> int, slice -> list[int]
+        return self._ids[index]
+
+    @property
+    def ids(self) -> list[int]:
+        """All ids; not a copy, not to be changed."""
+        return self._ids
+
+    def extend(self, ids: Iterable[int]) -> None:
+        value = self._hashes[-1]
+        for token in ids:
+            value = ((value ^ (token + 1)) * _PRIME) & _MASK
+            self._ids.append(token)
+            self._hashes.append(value)
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens. Raises ValueError when there are fewer."""
+        if not 0 <= length <= len(self._ids):
+            raise ValueError(f"can't truncate {len(self._ids)} tokens to {length}")
+        del self._ids[length:]
+        del self._hashes[length + 1 :]
+
+    def prefix_hash(self, length: int | None = None) -> int:
+        """Hash of the first `length` tokens; of all when None."""
+        return self._hashes[-1 if length is None else length]

@@ -1,0 +1,1 @@
+"""Verification rules as pure functions: one file each."""
