@@ -1,0 +1,156 @@
+"""A checkpoint directory to a library model, with every start condition checked by name."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as library_logging
+
+from splitspec.engine.kv import unrewindable
+from splitspec.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SAMPLE_BYTES = 4096
+_SAMPLE_STRIDE = 1024 * 1024
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """Raises ConfigError for anything but the three element types."""
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {name!r}, expected one of {', '.join(DTYPES)}", field="dtype")
+    return DTYPES[name]
+
+
+def parse_device(name: str) -> torch.device:
+    """Raises ConfigError unless it is "cpu", or "cuda" or "cuda:N" and there."""
+    expected = ConfigError(
+        f"device is {name!r}, expected cpu, or cuda or cuda:N with such a GPU", field="device"
+    )
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise expected from None
+    if device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
+        return device
+    if device != torch.device("cpu"):
+        raise expected
+    return device
+
+
+def load_library_model(
+    directory: Path, name: str, dtype: torch.dtype, device: torch.device, keep_layers: Sequence[int] | None
+) -> PreTrainedModel:
+    """The library's model, in eval mode on the device.
+
+    Raises ConfigError naming `model` for an architecture that the library doesn't know, that can't be
+    rewound, or that takes no cache; for missing or broken weights; and for a layer that doesn't exist.
+    """
+    library_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise _wrong(name, "a model with a readable config.json", error) from error
+    if config.is_encoder_decoder or (kinds := unrewindable(config)):
+        what = "an encoder" if config.is_encoder_decoder else ", ".join(kinds)
+        raise _wrong(name, f"a model whose KV can be rewound ({config.model_type} has {what})")
+    model: Any
+    report: dict[str, Any]
+    # The library raises all sorts of errors for broken weights; each means that this model can't be used.
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )  # type: ignore[misc]
+    except Exception as error:
+        raise _wrong(name, "a causal language model with safetensors weights", error) from error
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise _wrong(name, f"weights for every parameter ({len(missing)} are missing, such as {missing[0]})")
+    accepted = inspect.signature(model.forward).parameters
+    if model._is_stateful or not {"cache", "logits_to_keep"} <= accepted.keys():
+        raise _wrong(name, f"a model with a KV cache of its own ({config.model_type} has none)")
+    if keep_layers is not None:
+        _keep_layers(model, name, keep_layers)
+    loaded: PreTrainedModel = model.to(device).eval()
+    return loaded
+
+
+def _keep_layers(model: PreTrainedModel, name: str, keep_layers: Sequence[int]) -> None:
+    """Leave out all other decoder layers and renumber the kept ones, so that their cache is dense."""
+    config = model.config.get_text_config(decoder=True)
+    count = config.num_hidden_layers
+    if not keep_layers or not all(0 <= index < count for index in keep_layers):
+        raise _wrong(name, f"to have the layers {list(keep_layers)} (it has {count}, counted from 0)")
+    layers = next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count), None)
+    if layers is None:
+        raise _wrong(name, f"a model with one list of its {count} layers, so that some can be left out")
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[index] for index in keep_layers]
+    config.num_hidden_layers = len(keep_layers)
+    kept = [layers[index] for index in keep_layers]
+    del layers[:]
+    layers.extend(kept)
+    for index, layer in enumerate(kept):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = index  # type: ignore[assignment]
+
+
+def max_context(config: Any, name: str) -> int:
+    """Most tokens that positions are exact for.
+
+    "longrope" changes the rotation of all positions once a text passes the original length: tokens
+    verified in one pass and one by one would then see different keys. Such a model is served up to there.
+    """
+    text = config.get_text_config(decoder=True)
+    longest = getattr(text, "max_position_embeddings", None)
+    if not isinstance(longest, int) or longest < 1:
+        raise _wrong(name, "max_position_embeddings in its config.json")
+    rope = getattr(text, "rope_parameters", None) or {}
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if parameters.get("rope_type") == "longrope":
+            longest = min(longest, parameters["original_max_position_embeddings"])
+    return longest
+
+
+def fingerprint(
+    directory: Path, dtype: torch.dtype, device: torch.device, keep_layers: Sequence[int] | None
+) -> str:
+    """Hash of what the model computes: config.json, weights, kept layers, element type and device class.
+
+    Of each safetensors file it takes the size, the whole header (names, shapes and types of all tensors)
+    and 4 KiB of every MiB of content: a hash of 140 GB would take minutes at each start, and any training
+    step changes nearly every weight.
+    """
+    digest = hashlib.sha256()
+    digest.update((directory / "config.json").read_bytes())
+    kept = None if keep_layers is None else list(keep_layers)
+    digest.update(json.dumps([str(dtype), device.type, kept]).encode())
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            header_bytes = struct.unpack("<Q", file.read(8))[0]
+            digest.update(file.read(header_bytes))
+            for offset in range(8 + header_bytes, size, _SAMPLE_STRIDE):
+                file.seek(offset)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _wrong(name: str, expected: str, error: Exception | None = None) -> ConfigError:
+    reason = f": {' '.join(str(error).split())[:300]}" if error else ""
+    return ConfigError(f"model is {name!r}, expected {expected}{reason}", field="model")
