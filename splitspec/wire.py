@@ -6,6 +6,8 @@ same numbers exactly. The draft first processes, truncates and quantises, and on
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,8 +16,20 @@ from google.protobuf.message import DecodeError
 
 from protos.v1 import common_pb2
 from splitspec.errors import InvalidRequestError
+from splitspec.types import Sampling
 
 _MAX_WEIGHT = 65535
+
+
+def seal(sampling: Sampling, vocabulary_hash: str, prefix_hash: int) -> int:
+    """64-bit hash of what draft distributions were drawn under; another seal means another q.
+
+    BLAKE2b with 8 bytes over temperature and top-p as little-endian float64, top-k and prefix hash as
+    uint64, and the vocabulary hash as text.
+    """
+    fixed = struct.pack("<ddQQ", sampling.temperature, sampling.top_p, sampling.top_k, prefix_hash)
+    digest = hashlib.blake2b(fixed + vocabulary_hash.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +38,11 @@ class SparseDistribution:
 
     ids: np.ndarray
     weights: np.ndarray
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SparseDistribution):
+            return NotImplemented
+        return np.array_equal(self.ids, other.ids) and np.array_equal(self.weights, other.weights)
 
     @classmethod
     def quantised(cls, ids: np.ndarray, probabilities: np.ndarray) -> SparseDistribution:
@@ -95,8 +114,9 @@ class Draft:
     def decode(cls, body: bytes, seal: int, vocabulary_size: int) -> tuple[Draft, int]:
         """The draft, and how many of its tokens count as one-hot although a distribution was meant.
 
-        Distributions that are broken, or sealed for other parameters or tokens, become None (one-hot):
-        exact, only slower. Ids outside the vocabulary raise InvalidRequestError.
+        A distribution that is broken becomes None (one-hot): exact, only slower. All do when the body is
+        sealed for other parameters or tokens, or has more or fewer distributions than tokens.
+        Ids outside the vocabulary raise InvalidRequestError.
         """
         try:
             message = common_pb2.ProposalBody.FromString(body)
@@ -107,18 +127,16 @@ class Draft:
                 raise InvalidRequestError.of("proposal.token_ids", token, f"an id below {vocabulary_size}")
         if message.parents:
             raise InvalidRequestError.of("proposal.parents", list(message.parents), "a chain (no parents)")
-        rows = list(message.distributions)
+        tokens, rows = tuple(message.token_ids), message.distributions
         if not rows:
-            return cls.certain(message.token_ids), 0
-        sealed = message.seal == seal and len(rows) == len(message.token_ids)
-        distributions = [
-            _distribution(row, token, vocabulary_size) if sealed else None
-            for row, token in zip(rows, message.token_ids, strict=False)
-        ]
-        distributions += [None] * (len(message.token_ids) - len(distributions))
-        wanted = sum(1 for row in rows if row.token_ids) if sealed else len(message.token_ids)
-        kept = sum(1 for q in distributions if q is not None)
-        return cls(tuple(message.token_ids), tuple(distributions[: len(message.token_ids)])), wanted - kept
+            return cls.certain(tokens), 0
+        if message.seal != seal or len(rows) != len(tokens):
+            return cls.certain(tokens), len(tokens)
+        distributions = tuple(
+            _distribution(row, token, vocabulary_size) for row, token in zip(rows, tokens, strict=True)
+        )
+        meant = sum(1 for row in rows if row.token_ids or row.weights)
+        return cls(tokens, distributions), meant - sum(1 for q in distributions if q is not None)
 
 
 def _distribution(

@@ -169,8 +169,9 @@ Global___Verify: _TypeAlias = Verify  # noqa: Y015
 @_typing.final
 class Decode(_message.Message):
     """Grants credit for plain decoding: one verdict comes back for each token. Several grants may be
-    outstanding, so that no round trip is paid per token. Each grant is a round of its own; it goes on
-    from wherever the target stands, and only its epoch and round are checked.
+    outstanding, so that no round trip is paid per token. Each token is a round: a grant takes num_tokens
+    round numbers, and the stamp's is the first. It goes on from wherever the target stands: only its
+    epoch and round are checked.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -1,0 +1,274 @@
+"""The coordinator's two streams of a request: one to the target worker, one to the draft worker."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Generic, TypeVar
+
+import grpc
+import structlog
+
+from coordinator.session import Session
+from coordinator.stats import Stats
+from coordinator.workers import DraftHost, TargetHost
+from protos.v1 import common_pb2, draft_pb2, target_pb2
+from splitspec.errors import OutOfSyncError, SplitspecError, UnavailableError, from_rpc_error
+
+log = structlog.get_logger()
+
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+
+class _Link(Generic[Q, A]):
+    """A bidirectional stream with one worker. `call` is the open stream."""
+
+    role = ""
+
+    def __init__(self, worker_id: str, call: Any, session: Session, stats: Stats) -> None:
+        self.worker_id = worker_id
+        self.handle = ""
+        self._call = call
+        self._session = session
+        self._stats = stats
+
+    async def _write(self, request: Q) -> None:
+        try:
+            await self._call.write(request)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise await self._failure(error) from None
+
+    async def _read(self) -> A:
+        try:
+            response = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise await self._failure(error) from None
+        if response is grpc.aio.EOF:
+            raise await self._failure(None)
+        return response  # type: ignore[no-any-return]
+
+    async def _failure(self, error: Exception | None) -> SplitspecError:
+        """Why the stream ended, as one of our errors."""
+        if isinstance(error, grpc.aio.AioRpcError):
+            ours = from_rpc_error(error)
+            if ours is not None:
+                return ours
+            return UnavailableError(f"{self._name}: {error.code().name}: {error.details()}")
+        code = await self._call.code()
+        return UnavailableError(f"{self._name} ended the stream: {code.name}")
+
+    @property
+    def _name(self) -> str:
+        return f"{self.role} worker {self.worker_id}"
+
+    def _open(self, handle: str, start: int, lease_ms: int, drafter: str = "") -> common_pb2.Open:
+        sampling = self._session.sampling
+        return common_pb2.Open(
+            handle=handle,
+            start=start,
+            token_ids=self._session.tokens[start:],
+            sampling=sampling.to_proto(),
+            rule=sampling.rule.value,
+            tenant=self._session.tenant,
+            lease_ms=lease_ms,
+            drafter=drafter,
+        )
+
+    def cancel(self) -> None:
+        """Leave at once: the worker sees it within a round."""
+        self._call.cancel()
+
+
+class TargetLink(_Link[target_pb2.TargetSessionRequest, target_pb2.TargetSessionResponse]):
+    """The stream to the target worker. Errors of it are errors of the request."""
+
+    role = "target"
+
+    def __init__(
+        self,
+        host: TargetHost,
+        session: Session,
+        stats: Stats,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(host.worker_id, host.stub.TargetSession(), session, stats)
+        self.host = host
+        self._timeout_s = timeout_s
+        #: Plain tokens that were granted and haven't arrived.
+        self.outstanding = 0
+        #: Seconds of the target's last pass.
+        self.pass_s: float | None = None
+
+    async def open(self, handle: str, lease_ms: int) -> common_pb2.Opened:
+        """Bring the session's tokens to the worker; all of them when it no longer holds the handle."""
+        started = time.perf_counter()
+        start = len(self._session.tokens) - 1 if handle else 0
+        while True:
+            message = self._open(handle, start, lease_ms)
+            await self._write(target_pb2.TargetSessionRequest(stamp=self._session.stamp(), open=message))
+            opened = (await self._answer("opened")).opened
+            self.handle = handle = opened.handle
+            if opened.length == len(self._session.tokens):
+                self._stats.open_s += time.perf_counter() - started
+                return opened
+            if start == 0:
+                total = len(self._session.tokens)
+                raise OutOfSyncError(f"{self._name} took {opened.length} of {total} tokens")
+            start = opened.length
+
+    async def verify(self, proposal: common_pb2.Proposal) -> common_pb2.Verdict:
+        """The verdict on a proposal, which is relayed as it came."""
+        request = target_pb2.TargetSessionRequest(
+            stamp=proposal.stamp, verify=target_pb2.Verify(proposal=proposal)
+        )
+        started = time.perf_counter()
+        await self._write(request)
+        return await self._verdict(started)
+
+    async def decode(self, window: int) -> common_pb2.Verdict:
+        """The next plain token. Keeps up to `window` tokens granted, so that none waits for a round trip."""
+        started = time.perf_counter()
+        room = self.host.description.model.max_context - len(self._session.tokens)
+        grant = min(window, room) - self.outstanding
+        if grant > 0:
+            request = target_pb2.TargetSessionRequest(
+                stamp=self._session.next_round(grant), decode=target_pb2.Decode(num_tokens=grant)
+            )
+            self.outstanding += grant
+            await self._write(request)
+        verdict = await self._verdict(started)
+        self.outstanding -= 1
+        return verdict
+
+    async def close(self) -> None:
+        """The final cut; the worker keeps the handle for its lease. Tokens beyond the cut are dropped."""
+        request = target_pb2.TargetSessionRequest(
+            stamp=self._session.stamp(), close=common_pb2.Close(keep_handle=True)
+        )
+        await self._write(request)
+        while (await self._answer(None)).WhichOneof("message") != "closed":
+            pass
+
+    async def _verdict(self, started: float) -> common_pb2.Verdict:
+        verdict = (await self._answer("verdict")).verdict
+        self._stats.add_target(time.perf_counter() - started, verdict.timings)
+        self.pass_s = (verdict.timings.model_us + verdict.timings.sampling_us) / 1e6
+        return verdict
+
+    async def _answer(self, kind: str | None) -> target_pb2.TargetSessionResponse:
+        try:
+            response = await asyncio.wait_for(self._read(), self._timeout_s)
+        except TimeoutError:
+            raise UnavailableError(f"{self._name} didn't answer within {self._timeout_s:g} s") from None
+        if kind is not None and response.WhichOneof("message") != kind:
+            raise OutOfSyncError(
+                f"target worker {self.worker_id} sent {response.WhichOneof('message')}, expected {kind}"
+            )
+        return response
+
+
+class DraftLink(_Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionResponse]):
+    """The stream to the draft worker. Its errors never reach the request: `gone` says that it has failed.
+
+    At most one answer is outstanding. An answer that comes too late is dropped, and until it has come the
+    worker is asked for nothing new.
+    """
+
+    role = "draft"
+
+    def __init__(
+        self,
+        host: DraftHost,
+        drafter: str,
+        session: Session,
+        stats: Stats,
+        handle: str,
+        lease_ms: int,
+    ) -> None:
+        super().__init__(host.worker_id, host.stub.DraftSession(), session, stats)
+        self.drafter = drafter
+        self.gone = False
+        self._lease_ms = lease_ms
+        self._sent = len(session.tokens) - 1 if handle else 0
+        self._opened = False
+        self._pending = asyncio.create_task(self._start(handle))
+
+    async def _start(self, handle: str) -> draft_pb2.DraftSessionResponse:
+        """Open the session; the answer is taken by `_settle` like any other."""
+        opening = self._session.stamp()
+        message = self._open(handle, self._sent, self._lease_ms, self.drafter)
+        await self._write(draft_pb2.DraftSessionRequest(stamp=opening, open=message))
+        response = await self._read()
+        if response.opened.length < opening.base_length and self._sent > 0:
+            message.start, message.handle = 0, response.opened.handle
+            message.ClearField("token_ids")
+            message.token_ids.extend(self._session.tokens[: opening.base_length])
+            await self._write(draft_pb2.DraftSessionRequest(stamp=opening, open=message))
+            response = await self._read()
+        self._sent = response.opened.length
+        return response
+
+    async def propose(
+        self, num_draft_tokens: int, num_accepted: int, patience_s: float
+    ) -> common_pb2.Proposal | None:
+        """A proposal on the session's committed tokens, or None when it doesn't come within the patience."""
+        started = time.perf_counter()
+        # The first answer may wait for the prompt. After a missed proposal only what has arrived counts.
+        if await self._settle(0 if self._opened else patience_s) is None:
+            return None
+        stamp = self._session.next_round()
+        message = draft_pb2.Propose(
+            num_draft_tokens=num_draft_tokens,
+            start=self._sent,
+            token_ids=self._session.tokens[self._sent :],
+            num_accepted=num_accepted,
+        )
+        self._sent = len(self._session.tokens)
+        request = draft_pb2.DraftSessionRequest(stamp=stamp, propose=message)
+        self._pending = asyncio.create_task(self._exchange(request))
+        response = await self._settle(patience_s)
+        if response is None or response.proposal.stamp.round != stamp.round:
+            return None
+        self._stats.add_draft(time.perf_counter() - started, response.proposal.timings)
+        return response.proposal
+
+    async def close(self) -> None:
+        """The final cut; the worker keeps the handle for its lease. Waits for an answer that is still due."""
+        if await self._settle(2.0) is None:
+            self.cancel()
+            return
+        request = draft_pb2.DraftSessionRequest(
+            stamp=self._session.stamp(), close=common_pb2.Close(keep_handle=True)
+        )
+        self._pending = asyncio.create_task(self._exchange(request))
+        await self._settle(2.0)
+
+    def cancel(self) -> None:
+        super().cancel()
+        self.gone = True
+
+    async def _exchange(self, request: draft_pb2.DraftSessionRequest) -> draft_pb2.DraftSessionResponse:
+        await self._write(request)
+        return await self._read()
+
+    async def _settle(self, patience_s: float) -> draft_pb2.DraftSessionResponse | None:
+        """The outstanding answer once it is there, or None: late, or the worker is gone."""
+        done, _ = await asyncio.wait({self._pending}, timeout=patience_s)
+        if not done:
+            return None
+        error = self._pending.exception() if not self._pending.cancelled() else asyncio.CancelledError()
+        if error is not None:
+            if not self.gone:
+                log.warning(
+                    "draft worker lost",
+                    worker=self.worker_id,
+                    error=str(error),
+                    session=self._session.session_id,
+                )
+            self.cancel()
+            return None
+        response = self._pending.result()
+        if response.HasField("opened"):
+            self._opened, self.handle = True, response.opened.handle
+        return response

@@ -1,0 +1,70 @@
+"""CoordinatorService: the public service."""
+
+from __future__ import annotations
+
+import grpc
+
+from coordinator.generation import Generation
+from coordinator.request import Request
+from coordinator.text import TextCodec
+from coordinator.workers import WorkerPool
+from protos.v1 import coordinator_pb2, coordinator_pb2_grpc
+from splitspec.config import CoordinatorSettings
+from splitspec.errors import InvalidRequestError
+from splitspec.registry import Registry
+from splitspec.types import MAX_MESSAGE_BYTES, MAX_NUM_DRAFT_TOKENS, PROTOCOL_VERSION, Rule
+
+
+class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
+    """Holds nothing that matters: sessions live in Redis and on the workers."""
+
+    def __init__(self, settings: CoordinatorSettings, registry: Registry, codec: TextCodec) -> None:
+        self._settings = settings
+        self._registry = registry
+        self._codec = codec
+        self._workers = WorkerPool(registry, codec.vocabulary, settings.model, settings.drafter)
+
+    async def Generate(  # type: ignore[override]  # reads and writes through the context
+        self,
+        request: coordinator_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext[coordinator_pb2.GenerateRequest, coordinator_pb2.GenerateResponse],
+    ) -> None:
+        checked = Request.from_proto(request, self._settings, self._codec)
+        await Generation(
+            checked, self._settings, self._registry, self._workers, self._codec, context.write
+        ).run()
+
+    async def CloseSession(
+        self,
+        request: coordinator_pb2.CloseSessionRequest,
+        context: grpc.aio.ServicerContext[
+            coordinator_pb2.CloseSessionRequest, coordinator_pb2.CloseSessionResponse
+        ],
+    ) -> coordinator_pb2.CloseSessionResponse:
+        if not request.session_id:
+            raise InvalidRequestError.of("session_id", "", "the id of a session")
+        record = await self._registry.delete_session(request.tenant, request.session_id)
+        if record is not None:
+            await self._workers.release(record)
+        return coordinator_pb2.CloseSessionResponse(closed=record is not None)
+
+    async def Describe(
+        self,
+        request: coordinator_pb2.DescribeRequest,
+        context: grpc.aio.ServicerContext[coordinator_pb2.DescribeRequest, coordinator_pb2.DescribeResponse],
+    ) -> coordinator_pb2.DescribeResponse:
+        models = [host.description.model for host in await self._workers.targets()]
+        return coordinator_pb2.DescribeResponse(
+            protocol_version=PROTOCOL_VERSION,
+            models=models,
+            drafters=await self._workers.drafters(),
+            rules=[rule.value for rule in Rule],
+            limits=coordinator_pb2.RequestLimits(
+                max_context=min(model.max_context for model in models),
+                max_num_draft_tokens=MAX_NUM_DRAFT_TOKENS,
+                max_message_bytes=MAX_MESSAGE_BYTES,
+                max_tokens=self._settings.max_tokens,
+            ),
+            default_drafter=await self._workers.default_drafter(),
+            default_num_draft_tokens=self._settings.num_draft_tokens,
+        )

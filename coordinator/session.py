@@ -1,0 +1,55 @@
+"""A session as the coordinator that owns it sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from protos.v1 import common_pb2
+from splitspec.errors import OutOfSyncError
+from splitspec.tokens import TokenLog
+from splitspec.types import Sampling
+
+
+@dataclass
+class Session:
+    """Committed tokens with the place in the order of messages, for one request.
+
+    epoch: fencing, from the registry. round: the last round number taken. revision: the target's last.
+    """
+
+    tenant: str
+    session_id: str
+    epoch: int
+    sampling: Sampling
+    tokens: TokenLog = field(default_factory=TokenLog)
+    round: int = 0
+    revision: int = 0
+
+    def stamp(self) -> common_pb2.Stamp:
+        """Where the session stands."""
+        return common_pb2.Stamp(
+            session_id=self.session_id,
+            epoch=self.epoch,
+            revision=self.revision,
+            round=self.round,
+            base_length=len(self.tokens),
+            prefix_hash=self.tokens.prefix_hash(),
+        )
+
+    def next_round(self, count: int = 1) -> common_pb2.Stamp:
+        """The stamp of a new round; `count` round numbers are taken, the stamp's is the first."""
+        stamp = self.stamp()
+        stamp.round = self.round + 1
+        self.round += count
+        return stamp
+
+    def commit(self, verdict: common_pb2.Verdict, kept: list[int]) -> None:
+        """Append a verdict's tokens up to the cut. Raises OutOfSyncError when the target holds others."""
+        self.tokens.extend(kept)
+        self.revision = verdict.stamp.revision
+        whole = len(kept) == len(verdict.token_ids)
+        if whole and verdict.stamp.prefix_hash != self.tokens.prefix_hash():
+            raise OutOfSyncError(
+                f"the target holds other tokens than the {len(self.tokens)} of session {self.session_id}: "
+                f"prefix_hash is {verdict.stamp.prefix_hash:#x}, expected {self.tokens.prefix_hash():#x}"
+            )

@@ -1,0 +1,206 @@
+"""The workers that a coordinator can use: found in the directory, accepted by a handshake."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import grpc
+import structlog
+
+from protos.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from splitspec.errors import HandshakeError, NotFoundError, SplitspecError, UnavailableError, from_rpc_error
+from splitspec.registry import Registry, SessionRecord, WorkerEntry
+from splitspec.serving import CHANNEL_OPTIONS
+from splitspec.types import PROTOCOL_VERSION
+from splitspec.vocabulary import Vocabulary, check_same_vocabulary
+
+log = structlog.get_logger()
+
+_HANDSHAKE_TIMEOUT_S = 5.0
+_RELEASE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, eq=False)
+class TargetHost:
+    """A target worker that can be reached and fits."""
+
+    worker_id: str
+    stub: target_pb2_grpc.TargetWorkerServiceAsyncStub
+    description: target_pb2.TargetWorkerServiceDescribeResponse
+
+
+@dataclass(frozen=True, eq=False)
+class DraftHost:
+    """A draft worker that can be reached."""
+
+    worker_id: str
+    stub: draft_pb2_grpc.DraftWorkerServiceAsyncStub
+    description: draft_pb2.DraftWorkerServiceDescribeResponse
+
+    def drafter(self, name: str) -> draft_pb2.DrafterInfo | None:
+        return next((info for info in self.description.drafters if info.name == name), None)
+
+
+H = TypeVar("H", bound=TargetHost | DraftHost)
+
+
+class WorkerPool:
+    """Channels to the workers of the directory.
+
+    A worker describes itself once, when it is first seen. Its channel ends with the last request on it
+    after it has left the directory.
+    """
+
+    def __init__(self, registry: Registry, vocabulary: Vocabulary, model: str, default_drafter: str) -> None:
+        self._vocabulary = vocabulary
+        self._model = model
+        self._default_drafter = default_drafter
+        self._drafters_seen: set[str] = set()
+        self._targets: _Hosts[TargetHost] = _Hosts(registry, "target", self._connect_target)
+        self._drafts: _Hosts[DraftHost] = _Hosts(registry, "draft", self._connect_draft)
+
+    async def targets(self, prefer: str = "") -> list[TargetHost]:
+        """Target workers, at least one: the preferred one first, then the least loaded.
+
+        Raises UnavailableError when there is none, HandshakeError when those that there are don't fit.
+        """
+        hosts = await self._targets.refresh(prefer)
+        if not hosts:
+            raise self._targets.refused or UnavailableError(
+                "no target worker is at hand, expected at least one: "
+                "start `splitspec serve target` with the same Redis"
+            )
+        return hosts
+
+    async def draft(self, drafter: str, prefer: str = "") -> DraftHost | None:
+        """The best draft worker with this drafter, or None when all that had it are away.
+
+        Raises NotFoundError for a drafter that was never there, HandshakeError for one whose model has
+        another vocabulary than the target.
+        """
+        hosts = await self._drafts.refresh(prefer)
+        fitting = next((host for host in hosts if host.drafter(drafter)), None)
+        if fitting is not None:
+            self._check_vocabulary(fitting, drafter)
+            return fitting
+        if drafter in self._drafters_seen or not hosts:
+            return None
+        known = ", ".join(sorted(self._drafters_seen))
+        raise NotFoundError(
+            f"speculation.drafter is {drafter!r}, expected one of: {known}", field="speculation.drafter"
+        )
+
+    async def drafters(self) -> list[str]:
+        """Names of the drafters at hand."""
+        hosts = await self._drafts.refresh()
+        return list(dict.fromkeys(info.name for host in hosts for info in host.description.drafters))
+
+    async def default_drafter(self) -> str:
+        """The drafter of requests that name none; empty when there is none at all."""
+        return self._default_drafter or next(iter(await self.drafters()), "")
+
+    async def release(self, record: SessionRecord) -> None:
+        """Free a session's handles on the workers that can be reached; leases free the others."""
+        stamp = common_pb2.Stamp(session_id=record.session_id, epoch=record.epoch)
+        for held, hosts, request in (
+            (record.target, self._targets, target_pb2.TargetWorkerServiceReleaseRequest),
+            (record.draft, self._drafts, draft_pb2.DraftWorkerServiceReleaseRequest),
+        ):
+            host: Any = None
+            if held is not None:
+                host = next((h for h in await hosts.refresh() if h.worker_id == held.worker_id), None)
+            if held is not None and host is not None:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await host.stub.Release(
+                        request(stamp=stamp, handle=held.handle), timeout=_RELEASE_TIMEOUT_S
+                    )
+
+    async def _connect_target(self, entry: WorkerEntry) -> TargetHost:
+        stub = target_pb2_grpc.TargetWorkerServiceStub(_channel(entry))
+        description = await _describe(entry, stub.Describe, target_pb2.TargetWorkerServiceDescribeRequest())
+        model = description.model
+        theirs = f"target worker {entry.worker_id} ({model.name})"
+        ours = f"the coordinator ({self._model})"
+        check_same_vocabulary(ours, self._vocabulary, theirs, model.vocabulary_hash, model.vocabulary_size)
+        return TargetHost(entry.worker_id, stub, description)
+
+    async def _connect_draft(self, entry: WorkerEntry) -> DraftHost:
+        stub = draft_pb2_grpc.DraftWorkerServiceStub(_channel(entry))
+        description = await _describe(entry, stub.Describe, draft_pb2.DraftWorkerServiceDescribeRequest())
+        self._drafters_seen |= {info.name for info in description.drafters}
+        return DraftHost(entry.worker_id, stub, description)
+
+    def _check_vocabulary(self, host: DraftHost, drafter: str) -> None:
+        """A drafter with a model must have the target's vocabulary; one without fits any."""
+        info = host.drafter(drafter)
+        if info is not None and info.HasField("model"):
+            theirs = f"drafter {drafter} of draft worker {host.worker_id} ({info.model.name})"
+            ours = f"the target ({self._model})"
+            model = info.model
+            check_same_vocabulary(
+                ours, self._vocabulary, theirs, model.vocabulary_hash, model.vocabulary_size
+            )
+
+
+class _Hosts(Generic[H]):
+    """The known workers of one kind. refused: why the last one that didn't fit was refused."""
+
+    def __init__(
+        self, registry: Registry, kind: Any, connect: Callable[[WorkerEntry], Coroutine[Any, Any, H]]
+    ) -> None:
+        self._registry = registry
+        self._kind = kind
+        self._connect = connect
+        self._known: dict[str, H] = {}
+        self.refused: HandshakeError | None = None
+
+    async def refresh(self, prefer: str = "") -> list[H]:
+        """The workers of the directory that can be reached and fit, `prefer` first, then by load."""
+        entries: list[WorkerEntry] = await self._registry.workers(self._kind)
+        self.refused = None
+        for entry in entries:
+            if entry.worker_id not in self._known:
+                try:
+                    self._known[entry.worker_id] = await self._connect(entry)
+                except SplitspecError as error:
+                    log.warning(
+                        "worker not usable", worker=entry.worker_id, address=entry.address, error=str(error)
+                    )
+                    self.refused = error if isinstance(error, HandshakeError) else self.refused
+        present = {entry.worker_id: entry for entry in entries}
+        self._known = {worker_id: host for worker_id, host in self._known.items() if worker_id in present}
+        return sorted(
+            self._known.values(),
+            key=lambda host: (host.worker_id != prefer, _live_sessions(present[host.worker_id])),
+        )
+
+
+def _live_sessions(entry: WorkerEntry) -> int:
+    """The worker's load as of its last heartbeat."""
+    if entry.kind == "target":
+        return target_pb2.TargetWorkerServiceDescribeResponse.FromString(entry.description).load.live_sessions
+    return draft_pb2.DraftWorkerServiceDescribeResponse.FromString(entry.description).load.live_sessions
+
+
+def _channel(entry: WorkerEntry) -> Any:
+    return grpc.aio.insecure_channel(entry.address, options=CHANNEL_OPTIONS)
+
+
+async def _describe(entry: WorkerEntry, method: Any, request: Any) -> Any:
+    """The worker's handshake. Raises UnavailableError, or HandshakeError for another protocol version."""
+    try:
+        description = await method(request, timeout=_HANDSHAKE_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        reason = f"{error.code().name}: {error.details()}"
+        raise from_rpc_error(error) or UnavailableError(
+            f"{entry.kind} worker {entry.worker_id} at {entry.address}: {reason}"
+        ) from None
+    if description.protocol_version != PROTOCOL_VERSION:
+        raise HandshakeError(
+            f"{entry.kind} worker {entry.worker_id} speaks protocol version {description.protocol_version}, "
+            f"the coordinator {PROTOCOL_VERSION}: expected the same"
+        )
+    return description

@@ -1,0 +1,51 @@
+"""`python -m draft_worker`: the draft worker's process."""
+
+from __future__ import annotations
+
+import structlog
+
+from draft_worker.drafters import DrafterSpec, build_drafter
+from draft_worker.servicer import DraftWorker
+from protos.v1 import draft_pb2, draft_pb2_grpc
+from splitspec.config import DraftSettings
+from splitspec.process import registered, run_process, serve_until_signal
+from splitspec.registry import Registry, WorkerEntry
+from splitspec.serving import Server
+
+log = structlog.get_logger()
+SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftWorkerService"].full_name
+
+
+async def main(settings: DraftSettings) -> None:
+    if settings.threads:
+        import torch
+
+        torch.set_num_threads(settings.threads)
+    registry = await Registry.connect(settings.redis_url)
+    drafters = [
+        build_drafter(DrafterSpec.parse(text), dtype=settings.dtype, device=settings.device)
+        for text in settings.drafters
+    ]
+    log.info("drafters loaded", drafters=[drafter.info.name for drafter in drafters])
+    worker = DraftWorker(
+        {drafter.info.name: drafter for drafter in drafters},
+        max_sessions=settings.max_sessions,
+        prompt_chunk=settings.prompt_chunk,
+    )
+
+    def add(server: object) -> None:
+        draft_pb2_grpc.add_DraftWorkerServiceServicer_to_server(worker, server)  # type: ignore[arg-type]
+
+    async with Server(settings, [SERVICE], add) as server:
+
+        def entry() -> WorkerEntry:
+            description = worker.describe().SerializeToString()
+            return WorkerEntry("draft", worker.worker_id, server.address, description)
+
+        async with registered(registry, entry, settings.directory_lease_s):
+            await serve_until_signal(server, settings)
+    worker.thread.close()
+    await registry.close()
+
+
+run_process(DraftSettings, main)

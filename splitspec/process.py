@@ -1,0 +1,92 @@
+"""What every server process does around its service: settings, logs, the worker directory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import structlog
+
+from splitspec.config import ServerSettings, load_settings
+from splitspec.errors import SplitspecError
+from splitspec.registry import Registry, WorkerEntry
+from splitspec.serving import Server, wait_for_signal
+
+log = structlog.get_logger()
+S = TypeVar("S", bound=ServerSettings)
+
+
+def run_process(settings_class: type[S], main: Callable[[S], Coroutine[Any, Any, None]]) -> NoReturn:
+    """Run `main` with the settings of flags and environment until it ends.
+
+    Exit code 0 after a signal; 2 and one sentence on stderr when the process can't start.
+    """
+    try:
+        settings = load_settings(settings_class, sys.argv[1:])
+        _log_to_stderr(settings.log_level)
+        asyncio.run(main(settings))
+    except SplitspecError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+    sys.exit(0)
+
+
+async def serve_until_signal(server: Server, settings: ServerSettings) -> None:
+    """Announce where the entered server listens, say that it is ready, and wait for the signal to stop."""
+    if settings.port_file:
+        path = Path(settings.port_file)
+        partial = path.with_suffix(".partial")
+        partial.write_text(f"{settings.host}:{server.port}")
+        partial.rename(path)
+    await server.set_ready()
+    log.info("serving", address=server.address)
+    await wait_for_signal()
+    log.info("stopping", grace_s=settings.shutdown_grace_s)
+
+
+@contextlib.asynccontextmanager
+async def registered(
+    registry: Registry, describe: Callable[[], WorkerEntry], lease_s: float
+) -> AsyncIterator[None]:
+    """Keep a worker in the directory while the block runs: a heartbeat three times each lease.
+
+    describe: the entry, with the load of the moment.
+    """
+    await registry.register_worker(describe(), round(lease_s * 1000))
+    beating = asyncio.create_task(_beat(registry, describe, lease_s))
+    try:
+        yield
+    finally:
+        beating.cancel()
+        entry = describe()
+        with contextlib.suppress(SplitspecError):  # the lease ends what can't be ended now
+            await registry.unregister_worker(entry.kind, entry.worker_id)
+
+
+async def _beat(registry: Registry, describe: Callable[[], WorkerEntry], lease_s: float) -> None:
+    while True:
+        await asyncio.sleep(lease_s / 3)
+        try:
+            await registry.register_worker(describe(), round(lease_s * 1000))
+        except SplitspecError as error:
+            log.warning("heartbeat failed", error=str(error))
+
+
+def _log_to_stderr(level: str) -> None:
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"]),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )

@@ -1,0 +1,146 @@
+"""A grpc.aio server as all three processes run it: health, reflection, errors, graceful stop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from splitspec.config import ServerSettings
+from splitspec.errors import ConfigError, SplitspecError, to_status
+from splitspec.types import MAX_MESSAGE_BYTES
+
+log = structlog.get_logger()
+
+#: What `context.read()` and `call.read()` return at the end of a stream.
+EOF: Any = grpc.aio.EOF
+
+#: Both sides ping an idle connection, so that a dead peer is noticed; servers must allow the pings.
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+_SERVER_OPTIONS = [
+    *CHANNEL_OPTIONS,
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    # Without this, a second server on the same port takes half of the connections in silence.
+    ("grpc.so_reuseport", 0),
+]
+
+
+class Server:
+    """One process's server. Use as an async context manager; `port` is known inside it.
+
+    services: full names of the gRPC services that `add` registers; each gets its own health entry.
+    """
+
+    def __init__(
+        self, settings: ServerSettings, services: Sequence[str], add: Callable[[grpc.aio.Server], None]
+    ) -> None:
+        self._settings = settings
+        self._services = services
+        self._server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[ErrorInterceptor()])
+        self._health = HealthServicer()
+        add(self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = [
+            *services,
+            health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+            reflection.SERVICE_NAME,
+        ]
+        reflection.enable_server_reflection(names, self._server)
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        """host:port that other processes reach this one by."""
+        return self._settings.advertise or f"{self._settings.host}:{self.port}"
+
+    async def __aenter__(self) -> Self:
+        """Listen; alive at once, ready only after `set_ready`. Raises ConfigError when the port is taken."""
+        wanted = f"{self._settings.host}:{self._settings.port}"
+        try:
+            self.port = self._server.add_insecure_port(wanted)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"--port (SPLITSPEC_PORT): can't listen on {wanted}, "
+                "expected a free port on an address of this host"
+            ) from error
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self._server.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Not ready first, then running streams get the grace time, then everything is cancelled."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._server.stop(self._settings.shutdown_grace_s if error is None else 0)
+
+    async def set_ready(self) -> None:
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for service in self._services:
+            await self._health.set(service, status)
+
+
+async def wait_for_signal() -> None:
+    """Return on SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await stop.wait()
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Maps what a handler raises to a status: our errors by their table, anything else to INTERNAL.
+
+    An error ends its own call only.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler: Any = await continuation(handler_call_details)
+        for kind in ("unary_unary", "unary_stream", "stream_stream"):
+            inner = getattr(handler, kind, None)
+            # Ours are all coroutines that read and write through the context; the library's may differ.
+            if asyncio.iscoroutinefunction(inner):
+                handler = handler._replace(**{kind: _guarded(inner, handler_call_details.method)})
+        return handler  # type: ignore[no-any-return]
+
+
+def _guarded(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await inner(request, context)
+        except Exception as error:
+            await _abort(error, method, context)
+
+    return guarded
+
+
+async def _abort(error: Exception, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, SplitspecError):
+        log.info("refused", method=method, error=str(error), kind=type(error).__name__)
+        await context.abort_with_status(to_status(error))
+    log.exception("failed", method=method)
+    await context.abort(grpc.StatusCode.INTERNAL, f"internal error in {method}; the server's log has it")
