@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -14,9 +15,11 @@ from coordinator.stats import Stats
 from coordinator.workers import DraftHost, TargetHost
 from protos.v1 import common_pb2, draft_pb2, target_pb2
 from splitspec.errors import OutOfSyncError, SplitspecError, UnavailableError, from_rpc_error
+from splitspec.serving import EOF
 
 log = structlog.get_logger()
 
+Response = draft_pb2.DraftSessionResponse
 Q = TypeVar("Q")
 A = TypeVar("A")
 
@@ -36,27 +39,25 @@ class _Link(Generic[Q, A]):
     async def _write(self, request: Q) -> None:
         try:
             await self._call.write(request)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise await self._failure(error) from None
+        except grpc.aio.AioRpcError as error:
+            raise self._failure(error) from None
+        except asyncio.InvalidStateError:
+            await self._read()  # raises why the stream has ended
+            raise UnavailableError(f"{self._name} ended the stream") from None
 
     async def _read(self) -> A:
         try:
             response = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise await self._failure(error) from None
-        if response is grpc.aio.EOF:
-            raise await self._failure(None)
+            raise self._failure(error) from None
+        if response is EOF:
+            raise UnavailableError(f"{self._name} ended the stream")
         return response  # type: ignore[no-any-return]
 
-    async def _failure(self, error: Exception | None) -> SplitspecError:
+    def _failure(self, error: grpc.aio.AioRpcError) -> SplitspecError:
         """Why the stream ended, as one of our errors."""
-        if isinstance(error, grpc.aio.AioRpcError):
-            ours = from_rpc_error(error)
-            if ours is not None:
-                return ours
-            return UnavailableError(f"{self._name}: {error.code().name}: {error.details()}")
-        code = await self._call.code()
-        return UnavailableError(f"{self._name} ended the stream: {code.name}")
+        reason = f"{error.code().name}: {error.details()}"
+        return from_rpc_error(error) or UnavailableError(f"{self._name}: {reason}")
 
     @property
     def _name(self) -> str:
@@ -192,7 +193,7 @@ class DraftLink(_Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespo
         self._lease_ms = lease_ms
         self._sent = len(session.tokens) - 1 if handle else 0
         self._opened = False
-        self._pending = asyncio.create_task(self._start(handle))
+        self._pending = self._ask(self._start(handle))
 
     async def _start(self, handle: str) -> draft_pb2.DraftSessionResponse:
         """Open the session; the answer is taken by `_settle` like any other."""
@@ -226,7 +227,7 @@ class DraftLink(_Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespo
         )
         self._sent = len(self._session.tokens)
         request = draft_pb2.DraftSessionRequest(stamp=stamp, propose=message)
-        self._pending = asyncio.create_task(self._exchange(request))
+        self._pending = self._ask(self._exchange(request))
         response = await self._settle(patience_s)
         if response is None or response.proposal.stamp.round != stamp.round:
             return None
@@ -241,12 +242,18 @@ class DraftLink(_Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespo
         request = draft_pb2.DraftSessionRequest(
             stamp=self._session.stamp(), close=common_pb2.Close(keep_handle=True)
         )
-        self._pending = asyncio.create_task(self._exchange(request))
+        self._pending = self._ask(self._exchange(request))
         await self._settle(2.0)
 
     def cancel(self) -> None:
         super().cancel()
         self.gone = True
+
+    def _ask(self, exchange: Coroutine[Any, Any, Response]) -> asyncio.Task[Response]:
+        """Begin an exchange; its failure counts as seen even when nobody asks for the answer any more."""
+        pending = asyncio.create_task(exchange)
+        pending.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return pending
 
     async def _exchange(self, request: draft_pb2.DraftSessionRequest) -> draft_pb2.DraftSessionResponse:
         await self._write(request)
