@@ -1,0 +1,109 @@
+"""Models for the coordinator's tests: the demo model, and directories with small tokenizers of each kind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from coordinator.text import TextCodec
+
+SPECIAL_TOKENS = ["<|end|>", "<|begin|>", "<|user|>"]
+LINES = [
+    "Hello world, hello there!",
+    "The STOP of the stop. Stop it, then go on.",
+    "naïve café, 日本語",
+    "a b c",
+]
+
+SaveModel = Callable[..., Path]
+
+# No test may depend on the machine's speed.
+settings.register_profile("without deadline", deadline=None)
+settings.load_profile("without deadline")
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    from splitspec.models import fetch_demo_model
+
+    return fetch_demo_model()
+
+
+@pytest.fixture
+def save_model(tmp_path: Path) -> SaveModel:
+    """Saves a byte-level tokenizer as a model directory, with the settings and template of a test."""
+
+    def save(config: dict[str, Any] | None = None, template: str | None = None) -> Path:
+        byte_level().save(str(tmp_path / "tokenizer.json"))
+        if config is not None:
+            settings = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | config)
+            (tmp_path / "tokenizer_config.json").write_text(settings)
+        if template is not None:
+            (tmp_path / "chat_template.jinja").write_text(template)
+        return tmp_path
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def codecs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextCodec]:
+    """A codec for each kind of decoder that language models use."""
+    kinds = {
+        "byte level": byte_level(),
+        "byte fallback": byte_fallback(
+            decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+        ),
+        "byte fallback, space kept": byte_fallback(
+            decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+        ),
+        "metaspace": byte_fallback(decoders.Metaspace()),
+        "word piece": byte_fallback(decoders.WordPiece(prefix="▁")),
+        "none": byte_fallback(),
+    }
+    loaded = {}
+    for kind, tokenizer in kinds.items():
+        directory = tmp_path_factory.mktemp("model")
+        tokenizer.save(str(directory / "tokenizer.json"))
+        loaded[kind] = TextCodec.load(directory)
+    return loaded
+
+
+def byte_level() -> Tokenizer:
+    """Bytes, a few merges of LINES, special tokens, and added tokens with text of their own."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=SPECIAL_TOKENS,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(LINES, trainer)
+    tokenizer.add_tokens([AddedToken("<think>"), AddedToken("é🙂")])
+    return tokenizer
+
+
+def byte_fallback(*chain: decoders.Decoder) -> Tokenizer:
+    """Pieces with a visible space, and a token for each byte, as SentencePiece makes them."""
+    pieces = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *("▁", "▁▁", "▁Hello", "▁world", "STOP", "ST", "OP", ",", ".", "日", "\ufffd"),
+        *"abcdefghijklmnopqrstuvwxyz",
+    ]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    if len(chain) == 1:
+        tokenizer.decoder = chain[0]
+    elif chain:
+        tokenizer.decoder = decoders.Sequence(list(chain))
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return tokenizer
