@@ -1,0 +1,123 @@
+"""A call's arguments to a GenerateRequest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, SupportsIndex, TypeAlias, TypedDict
+
+from protos.v1 import coordinator_pb2
+from splitspec.client.values import Message
+from splitspec.errors import InvalidRequestError
+from splitspec.types import MAX_MESSAGE_BYTES, Sampling, Stop
+
+#: Text, chat messages, or token ids.
+Prompt: TypeAlias = str | Sequence[Message] | Sequence[Mapping[str, str]] | Sequence[int]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments of `generate`; what is left out has the server's default.
+
+    temperature, top_k, top_p, seed: the distribution; temperature 0 is greedy, and the default is 1.
+    max_tokens, stop (strings), stop_token_ids, ignore_eos: when to end.
+    speculate, num_draft_tokens, drafter: how to speculate; never changes the output's distribution.
+    session_id: conversation to continue or begin; without it the session ends with the request.
+    request_id: makes a retried call idempotent. tenant: nothing is shared across tenants.
+    one_token_per_chunk: for readers that assume it.
+    timeout: deadline of the whole call in seconds, 600 by default.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int | None
+    max_tokens: int | None
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    speculate: bool
+    num_draft_tokens: int | None
+    drafter: str
+    session_id: str
+    request_id: str
+    tenant: str
+    one_token_per_chunk: bool
+    timeout: float
+
+
+def generate_request(prompt: Prompt, options: GenerateOptions) -> coordinator_pb2.GenerateRequest:
+    """Raises InvalidRequestError for what is wrong by itself; the server knows the rest."""
+    sampling = Sampling(
+        options.get("temperature", 1.0),
+        options.get("top_k", 0),
+        options.get("top_p", 1.0),
+        options.get("seed"),
+    )
+    request = coordinator_pb2.GenerateRequest(
+        request_id=options.get("request_id", ""),
+        session_id=options.get("session_id", ""),
+        tenant=options.get("tenant", ""),
+        sampling=sampling.to_proto(),
+        stop=_stop(options),
+        speculation=coordinator_pb2.SpeculationOptions(
+            disabled=not options.get("speculate", True),
+            num_draft_tokens=_optional_uint32("num_draft_tokens", options.get("num_draft_tokens")),
+            drafter=options.get("drafter", ""),
+        ),
+        one_token_per_chunk=options.get("one_token_per_chunk", False),
+        **_prompt(prompt),
+    )
+    size = request.ByteSize()
+    if size > MAX_MESSAGE_BYTES:
+        raise InvalidRequestError.of("prompt", f"{size} bytes", f"a request of at most {MAX_MESSAGE_BYTES}")
+    return request
+
+
+def _prompt(prompt: Prompt) -> dict[str, Any]:
+    """The prompt's field and value."""
+    if isinstance(prompt, str):
+        return {"text": prompt}
+    items: list[Any] = list(prompt)
+    if not items:
+        raise InvalidRequestError.of("prompt", items, "at least one token id or message")
+    if all(isinstance(item, SupportsIndex) for item in items):
+        return {"token_ids": coordinator_pb2.TokenPrompt(ids=_uint32s("token_ids", items))}
+    return {"chat": coordinator_pb2.ChatPrompt(messages=[_message(item) for item in items])}
+
+
+def _message(item: Any) -> coordinator_pb2.ChatMessage:
+    message = item
+    if isinstance(item, Mapping) and item.keys() == {"role", "content"}:
+        message = Message(**item)
+    if not isinstance(message, Message):
+        raise InvalidRequestError.of("prompt", item, "a Message, a dict with role and content, or a token id")
+    return coordinator_pb2.ChatMessage(role=message.role, content=message.content)
+
+
+def _stop(options: GenerateOptions) -> coordinator_pb2.StopConditions:
+    strings = options.get("stop", ())
+    if isinstance(strings, str):
+        raise InvalidRequestError.of("stop", strings, "a sequence of strings")
+    stop = Stop(
+        options.get("max_tokens"),
+        frozenset(_uint32s("stop_token_ids", options.get("stop_token_ids", ()))),
+        tuple(strings),
+        options.get("ignore_eos", False),
+    )
+    return coordinator_pb2.StopConditions(
+        max_tokens=_optional_uint32("max_tokens", stop.max_tokens),
+        stop_token_ids=sorted(stop.stop_token_ids),
+        stop_strings=stop.stop_strings,
+        ignore_eos=stop.ignore_eos,
+    )
+
+
+def _optional_uint32(field: str, value: int | None) -> int | None:
+    return None if value is None else _uint32s(field, [value])[0]
+
+
+def _uint32s(field: str, values: Iterable[SupportsIndex]) -> list[int]:
+    integers = [value.__index__() for value in values]
+    wrong = next((value for value in integers if not 0 <= value < 2**32), None)
+    if wrong is not None:
+        raise InvalidRequestError.of(field, wrong, "integers from 0 to 2**32 - 1")
+    return integers
