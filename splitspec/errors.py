@@ -104,21 +104,21 @@ def status_code(error: SplitspecError) -> grpc.StatusCode:
 
 def to_status(error: SplitspecError) -> grpc.Status:
     """The rich gRPC status of an error, for `context.abort_with_status`."""
-    details = [
-        error_details_pb2.ErrorInfo(
-            reason=type(error).__name__, domain=_DOMAIN, metadata={"field": error.field}
-        )
-    ]
-    packed = [_pack(detail) for detail in details]
+    info = error_details_pb2.ErrorInfo(
+        reason=type(error).__name__, domain=_DOMAIN, metadata={"field": error.field}
+    )
+    packed = [_pack(info)]
     if isinstance(error, InvalidRequestError):
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
         packed.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
     if error.retry_after_s:
         delay = duration_pb2.Duration()
-        delay.FromMilliseconds(int(error.retry_after_s * 1000))
+        delay.FromMilliseconds(round(error.retry_after_s * 1000))
         packed.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
     code: int = status_code(error).value[0]
-    return rpc_status.to_status(status_pb2.Status(code=code, message=error.message, details=packed))
+    message = status_pb2.Status(code=code, message=error.message, details=packed)
+    status: grpc.Status = rpc_status.to_status(message)
+    return status
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError | grpc.RpcError) -> SplitspecError | None:

@@ -48,5 +48,9 @@ class TokenLog(Sequence[int]):
         del self._hashes[length + 1 :]
 
     def prefix_hash(self, length: int | None = None) -> int:
-        """Hash of the first `length` tokens; of all when None."""
-        return self._hashes[-1 if length is None else length]
+        """Hash of the first `length` tokens; of all when None. Raises ValueError when there are fewer."""
+        if length is None:
+            return self._hashes[-1]
+        if not 0 <= length <= len(self._ids):
+            raise ValueError(f"no prefix of {length} tokens in {len(self._ids)}")
+        return self._hashes[length]

@@ -64,8 +64,10 @@ class Sampling:
             raise InvalidRequestError.of(
                 "sampling.temperature", self.temperature, "a finite number, at least 0"
             )
-        if self.top_k < 0:
-            raise InvalidRequestError.of("sampling.top_k", self.top_k, "at least 0 (0 keeps all tokens)")
+        if not 0 <= self.top_k < 2**32:
+            raise InvalidRequestError.of(
+                "sampling.top_k", self.top_k, "an integer from 0 (keeps all) to 2**32 - 1"
+            )
         if not 0 < self.top_p <= 1:
             raise InvalidRequestError.of("sampling.top_p", self.top_p, "a number above 0 and at most 1")
         if self.seed is not None and not 0 <= self.seed < 2**64:

@@ -18,18 +18,19 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if sampling.greedy:
         one_hot = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
         return one_hot.scatter_(1, argmax(logits)[:, None], 1.0)
-    scaled = logits.double() / sampling.temperature
+    shifted = logits.double()
+    # Largest 0, so that no temperature, however small, divides to infinity.
+    shifted = shifted - shifted.amax(dim=1, keepdim=True)
+    scaled = shifted / sampling.temperature
     if 0 < sampling.top_k < scaled.shape[1]:
         kth = torch.topk(scaled, sampling.top_k, dim=1).values[:, -1:]
         scaled = scaled.masked_fill(scaled < kth, -torch.inf)
-    probs = torch.softmax(scaled, dim=1)
     if sampling.top_p < 1:
-        ascending, order = torch.sort(probs, dim=1)
-        dropped = torch.cumsum(ascending, dim=1) <= 1 - sampling.top_p
+        ascending, order = torch.sort(scaled, dim=1)
+        dropped = torch.cumsum(torch.softmax(ascending, dim=1), dim=1) <= 1 - sampling.top_p
         dropped[:, -1] = False
-        probs = probs.masked_fill(torch.zeros_like(dropped).scatter_(1, order, dropped), 0.0)
-        probs = probs / probs.sum(dim=1, keepdim=True)
-    return probs
+        scaled = scaled.masked_fill(dropped.scatter(1, order, dropped), -torch.inf)
+    return torch.softmax(scaled, dim=1)
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Counter-based randomness: a value is a function of (request seed, round, index, purpose) alone.
 
 Philox 4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3):
-key = (seed, purpose), counter = (0, 0, index, round). Nothing depends on the composition of a batch,
-on the replica that ran the round, or on how many values another purpose took.
+key = (seed, purpose), counter = (1, 0, index, round), the first word of the block. Nothing depends on
+the composition of a batch, on the replica that ran the round, or on how many values another purpose took.
 """
 
 from __future__ import annotations
@@ -25,14 +25,25 @@ class Purpose(enum.IntEnum):
 
 def raw64(seed: int, round_number: int, index: int, purpose: Purpose) -> int:
     """A uniform 64-bit integer."""
+    # numpy raises the counter before it computes a block.
     counter = np.array([0, 0, index, round_number], dtype=np.uint64)
     key = np.array([seed, purpose], dtype=np.uint64)
     return int(np.random.Philox(counter=counter, key=key).random_raw())
 
 
+def unit(raw: int) -> float:
+    """The float64 in [0, 1), on the grid of 2**-53, of a uniform 64-bit integer."""
+    return (raw >> 11) * 2.0**-53
+
+
+def below(raw: int, bound: int) -> int:
+    """The integer below `bound` of a uniform 64-bit integer: the multiply-shift."""
+    return (raw * bound) >> 64
+
+
 def uniform(seed: int, round_number: int, index: int, purpose: Purpose) -> float:
-    """A uniform float64 in [0, 1) on the grid of 2**-53."""
-    return (raw64(seed, round_number, index, purpose) >> 11) * 2.0**-53
+    """A uniform float64 in [0, 1)."""
+    return unit(raw64(seed, round_number, index, purpose))
 
 
 def accepts(u: float, numerator: float, denominator: float) -> bool:
@@ -44,16 +55,17 @@ def invert(u: float, weights: torch.Tensor) -> int:
     """The index whose share of the cumulated weights holds u: the inverse of their distribution function.
 
     weights: [n] float64, at least 0, not all 0; they need not sum to 1. u in [0, 1).
-    An index of weight 0 is never returned.
+    An index of weight 0 is never returned: such indices are left out before cumulating, because a
+    parallel sum may round differently from one entry to the next.
     """
-    cumulated = torch.cumsum(weights, dim=0)
-    total = float(cumulated[-1])
+    support = torch.nonzero(weights).flatten()
+    cumulated = torch.cumsum(weights[support], dim=0)
+    total = float(cumulated[-1]) if support.numel() else 0.0
     if not total > 0:
         raise ValueError(f"the weights sum to {total}, expected more than 0")
     index = int(torch.searchsorted(cumulated, u * total, right=True))
-    # u * total may round up to the total itself: then the last index that has any weight.
-    last = int(torch.searchsorted(cumulated, total, right=False))
-    return min(index, last)
+    # u * total may round up to the total itself.
+    return int(support[min(index, support.numel() - 1)])
 
 
 class Noise(Protocol):
@@ -84,5 +96,5 @@ class CounterNoise:
         return invert(uniform(self.seed, self.round_number, index, purpose), weights)
 
     def below(self, index: int, purpose: Purpose, bound: int) -> int:
-        """A uniform integer below `bound`, by the 64-bit multiply-shift."""
-        return (raw64(self.seed, self.round_number, index, purpose) * bound) >> 64
+        """A uniform integer below `bound`."""
+        return below(raw64(self.seed, self.round_number, index, purpose), bound)

@@ -1,0 +1,208 @@
+"""Processing of logits against the transformers library; randomness against its published definition."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from splitspec.sampling.distribution import argmax, probabilities
+from splitspec.sampling.randomness import CounterNoise, Purpose, accepts, below, invert, raw64, uniform, unit
+from splitspec.types import Sampling
+
+LARGEST_UNIFORM = 1 - 2.0**-53
+
+
+def processed_by_transformers(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    ids = torch.zeros((len(logits), 1), dtype=torch.long)
+    scores = TemperatureLogitsWarper(sampling.temperature)(ids, logits.double())
+    if sampling.top_k:
+        scores = TopKLogitsWarper(sampling.top_k)(ids, scores)
+    if sampling.top_p < 1:
+        scores = TopPLogitsWarper(sampling.top_p)(ids, scores)
+    return torch.softmax(scores, dim=-1)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_probabilities_equal_those_of_transformers(dtype: torch.dtype, ties: bool) -> None:
+    generator = np.random.default_rng(1)
+    for _ in range(150):
+        vocabulary_size = int(generator.integers(1, 40))
+        logits = torch.from_numpy(generator.normal(scale=3, size=(3, vocabulary_size))).to(dtype)
+        sampling = Sampling(
+            temperature=float(generator.uniform(0.05, 3)),
+            top_k=int(generator.integers(0, vocabulary_size + 3)),
+            top_p=float(generator.choice([1.0, generator.uniform(0.01, 1)])),
+        )
+        if ties:
+            logits = logits.round()
+        found = probabilities(logits, sampling)
+        expected = processed_by_transformers(logits, sampling)
+        assert found.dtype == torch.float64
+        assert torch.equal(found > 0, expected > 0), (logits, sampling)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def test_top_k_keeps_every_token_as_probable_as_the_kth() -> None:
+    found = probabilities(torch.tensor([[1.0, 3.0, 1.0, 0.0, 1.0]]), Sampling(top_k=2))
+    assert (found > 0).tolist() == [[True, True, True, False, True]]
+
+
+def test_top_p_keeps_the_token_that_reaches_it_and_at_least_one() -> None:
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+    assert (probabilities(logits, Sampling(top_p=0.6)) > 0).tolist() == [[True, True, False, False]]
+    assert probabilities(logits, Sampling(top_p=1e-300)).tolist() == [[1, 0, 0, 0]]
+
+
+def test_a_forbidden_token_has_probability_zero() -> None:
+    found = probabilities(torch.tensor([[-torch.inf, 0.0, 0.0]]), Sampling(top_k=2, top_p=0.99))
+    assert found.tolist() == [[0, 0.5, 0.5]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_temperature_0_is_one_hot_at_the_lowest_of_the_largest(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[0, 2, 2, 1], [3, 3, 3, 3], [-5, -4, -3, -2]], dtype=dtype)
+    found = probabilities(logits, Sampling(temperature=0, top_k=2, top_p=0.5))
+    assert found.dtype == torch.float64
+    assert found.tolist() == [[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1]]
+    assert argmax(logits).tolist() == [1, 0, 3]
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-30])
+def test_tiny_temperatures_share_the_mass_among_the_largest(temperature: float) -> None:
+    found = probabilities(torch.tensor([[20.0, 3.0, 20.0, -80.0]]), Sampling(temperature=temperature))
+    assert found.tolist() == [[0.5, 0, 0.5, 0]]
+
+
+def test_a_huge_temperature_is_uniform() -> None:
+    assert probabilities(torch.tensor([[20.0, -80.0]]), Sampling(temperature=1e308)).tolist() == [[0.5, 0.5]]
+
+
+def philox_4x64_10(counter: list[int], key: list[int]) -> list[int]:
+    """One block, from the definition in the paper that randomness.py names."""
+    for _ in range(10):
+        high0, low0 = divmod(0xD2E7470EE14C6C93 * counter[0], 2**64)
+        high1, low1 = divmod(0xCA5A826395121157 * counter[2], 2**64)
+        counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0]
+        key = [(key[0] + 0x9E3779B97F4A7C15) % 2**64, (key[1] + 0xBB67AE8584CAA73B) % 2**64]
+    return counter
+
+
+def test_the_definition_gives_the_published_block() -> None:
+    """Known answer for a counter and a key of 0, from Random123's kat_vectors."""
+    assert philox_4x64_10([0] * 4, [0] * 2) == [
+        0x16554D9ECA36314C,
+        0xDB20FE9D672D0FDC,
+        0xD7E772CEE186176B,
+        0x7E68B68AEC7BA23B,
+    ]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
+@pytest.mark.parametrize("round_number", [0, 1, 2**40])
+@pytest.mark.parametrize("index", [0, 16])
+@pytest.mark.parametrize("purpose", Purpose)
+def test_raw_integers_are_the_documented_philox_block(
+    seed: int, round_number: int, index: int, purpose: Purpose
+) -> None:
+    block = philox_4x64_10([1, 0, index, round_number], [seed, purpose])
+    assert raw64(seed, round_number, index, purpose) == block[0]
+
+
+def test_raw_integers_stay_what_they_are() -> None:
+    """A contract between processes and versions: a resumed request must draw the same tokens."""
+    assert raw64(0, 1, 0, Purpose.DRAFT) == 0x22D607C8D31A9786
+    assert raw64(2**64 - 1, 42, 3, Purpose.RESIDUAL) == 0x476DFF712934C597
+    assert [int(purpose) for purpose in Purpose] == [1, 2, 3, 4]
+
+
+def test_randomness_neither_reads_nor_moves_global_generators() -> None:
+    np.random.seed(1)
+    torch.manual_seed(1)
+    first = [raw64(5, 1, 0, purpose) for purpose in Purpose]
+    numpy_next, torch_next = np.random.random(), torch.rand(1).item()
+    np.random.seed(1)
+    torch.manual_seed(1)
+    assert (np.random.random(), torch.rand(1).item()) == (numpy_next, torch_next)
+    assert [raw64(5, 1, 0, purpose) for purpose in Purpose] == first
+
+
+def test_counter_noise_takes_each_value_from_the_stream_of_its_purpose() -> None:
+    noise = CounterNoise(seed=3, round_number=9)
+    weights = torch.ones(1000, dtype=torch.float64)
+    for index in range(20):
+        u = uniform(3, 9, index, Purpose.ACCEPTANCE)
+        assert noise.accepts(index, math.nextafter(u, 2), 1.0)
+        assert not noise.accepts(index, u, 1.0)
+        for purpose in (Purpose.RESIDUAL, Purpose.NEXT):
+            assert noise.draw(index, purpose, weights) == int(1000 * uniform(3, 9, index, purpose))
+        assert noise.below(index, Purpose.DRAFT, 1000) == 1000 * raw64(3, 9, index, Purpose.DRAFT) // 2**64
+
+
+def test_units_and_bounded_integers_at_the_ends() -> None:
+    assert unit(0) == 0
+    assert unit(2**64 - 1) == LARGEST_UNIFORM
+    assert unit(2**11) == 2.0**-53
+    for bound in (1, 3, 65535 * 64, 2**64):
+        assert below(0, bound) == 0
+        assert below(2**64 - 1, bound) == bound - 1
+
+
+@given(st.floats(2**-30, 1), st.floats(0, 1))
+def test_acceptance_is_strict_and_never_refuses_a_ratio_of_one(p: float, q_over_p: float) -> None:
+    assert not accepts(0.0, 0.0, p)
+    assert accepts(LARGEST_UNIFORM, p, p)
+    assert accepts(LARGEST_UNIFORM, p, p * q_over_p)
+    assert accepts(0.0, p, 1.0)
+
+
+WEIGHTS = st.lists(st.one_of(st.just(0.0), st.floats(1e-300, 1e3)), min_size=1, max_size=8).filter(any)
+UNIFORMS = st.one_of(
+    st.sampled_from([0.0, 2.0**-53, LARGEST_UNIFORM]), st.integers(0, 2**53 - 1).map(lambda k: k * 2.0**-53)
+)
+
+
+@given(WEIGHTS, UNIFORMS)
+@example([0.0, 0.0, 1.0], 0.0)
+@example([1.0, 0.0, 0.0], LARGEST_UNIFORM)
+@example([0.5, 0.0, 0.5], 0.5)
+@example([1e-300, 0.0, 1e-300], LARGEST_UNIFORM)
+@example([0.1] * 7 + [0.0], LARGEST_UNIFORM)
+def test_invert_finds_the_share_that_holds_u(weights: list[float], u: float) -> None:
+    index = invert(u, torch.tensor(weights, dtype=torch.float64))
+    assert weights[index] > 0
+    # Exact shares, but for the rounding of eight sums.
+    total, slack = math.fsum(weights), 1e-15 * math.fsum(weights)
+    assert math.fsum(weights[:index]) <= u * total + slack
+    assert u * total - slack <= math.fsum(weights[: index + 1])
+
+
+@pytest.mark.parametrize(
+    ("u", "index"), [(0.0, 1), (0.25 - 2.0**-53, 1), (0.25, 3), (LARGEST_UNIFORM, 3), (0.5, 3)]
+)
+def test_invert_at_the_borders_of_shares(u: float, index: int) -> None:
+    assert invert(u, torch.tensor([0, 1, 0, 3, 0], dtype=torch.float64)) == index
+
+
+def test_invert_leaves_zeros_out_where_a_parallel_sum_isnt_monotone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator, entries of weight 0 may seem to add a last bit."""
+    cumsum = torch.cumsum
+
+    def uneven(values: torch.Tensor, dim: int) -> torch.Tensor:
+        return cumsum(values, dim) * (1 + 2.0**-52 * (torch.arange(len(values)) % 2))
+
+    monkeypatch.setattr(torch, "cumsum", uneven)
+    weights = torch.tensor([1, 0, 0, 0, 1], dtype=torch.float64)
+    assert {invert(u, weights) for u in (0.0, 0.5 - 2.0**-53, 0.5, 0.5 + 2.0**-52, LARGEST_UNIFORM)} == {0, 4}
+
+
+@pytest.mark.parametrize("weights", [[0.0], [0.0, 0.0], [math.nan, 1.0]])
+def test_invert_refuses_weights_without_mass(weights: list[float]) -> None:
+    with pytest.raises(ValueError, match="expected more than 0"):
+        invert(0.5, torch.tensor(weights, dtype=torch.float64))
