@@ -94,6 +94,7 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_handle)
         self._thread = threading.Thread(target=self._loop.run_forever, name="splitspec-client", daemon=True)
         self._thread.start()
 
@@ -115,3 +116,15 @@ class _LoopThread:
         self._thread.join()
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
+
+
+def _handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Report as usual, but for gRPC's false alarm.
+
+    All loops of a process that use gRPC are woken by one pipe, and each that finds it already empty says so
+    as an error.
+    """
+    if not (
+        isinstance(context.get("exception"), BlockingIOError) and "PollerCompletionQueue" in str(context)
+    ):
+        loop.default_exception_handler(context)

@@ -357,3 +357,17 @@ def test_examples_run(address: str, name: str) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "4 tokens" in done.stdout
+
+
+def test_clients_side_by_side_are_quiet(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    def work() -> None:
+        with Client(address) as client:
+            for _ in range(50):
+                client.generate("Hi").result()
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert caplog.records == []
