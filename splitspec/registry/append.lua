@@ -1,0 +1,17 @@
+-- Appends tokens where the journal ends; a repeated call finds its own tokens there and succeeds.
+-- KEYS: record, journal. ARGV: epoch, offset in tokens, tokens (4 bytes each).
+-- Reply: {'ok'} | {'stale', epoch} | {'out_of_sync', journal length in tokens}.
+local record, journal = KEYS[1], KEYS[2]
+local refused = refusal(record, ARGV[1])
+if refused then
+  return refused
+end
+local start, tokens = ARGV[2] * 4, ARGV[3]
+local length = redis.call('STRLEN', journal)
+if start == length then
+  redis.call('APPEND', journal, tokens)
+elseif start + #tokens > length or redis.call('GETRANGE', journal, start, start + #tokens - 1) ~= tokens then
+  return {'out_of_sync', length / 4}
+end
+renew(record, journal, now_ms())
+return {'ok'}

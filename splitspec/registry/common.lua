@@ -1,0 +1,42 @@
+-- Put before every other script. Times are Redis TIME in milliseconds; all calls of one script see each
+-- key either alive or expired throughout.
+
+-- How long a crashed owner's session stays after its lease, for another coordinator to take it over.
+local ABANDONED_MS = 600000
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+-- The reply to a caller whose epoch isn't the owner's; nil when it may go on.
+local function refusal(record, epoch)
+  local held = redis.call('HMGET', record, 'epoch', 'owner')
+  if held[1] == epoch and held[2] then
+    return nil
+  end
+  return {'stale', held[1] or '0'}
+end
+
+-- Milliseconds that the owner's lease still runs; 0 without an owner.
+local function remaining_ms(record, now)
+  return math.max(0, tonumber(redis.call('HGET', record, 'lease_end') or 0) - now)
+end
+
+-- One absolute time for both keys, so that neither outlives the other.
+local function expire_at(record, journal, time)
+  redis.call('PEXPIREAT', record, time)
+  redis.call('PEXPIREAT', journal, time)
+end
+
+local function renew(record, journal, now)
+  local lease_end = now + redis.call('HGET', record, 'lease_ms')
+  redis.call('HSET', record, 'lease_end', lease_end)
+  expire_at(record, journal, lease_end + ABANDONED_MS)
+end
+
+local function snapshot(record, journal)
+  local fields = redis.call('HMGET', record, 'epoch', 'target', 'draft', 'revision', 'round')
+  fields[6] = redis.call('GET', journal)
+  return fields
+end

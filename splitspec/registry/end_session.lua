@@ -1,0 +1,14 @@
+-- Gives up ownership; keeps record and journal for a while, or deletes them. A repeated call succeeds.
+-- KEYS: record, journal. ARGV: epoch, keep_ms. Reply: {'ok'} | {'stale', epoch}.
+local record, journal, keep_ms = KEYS[1], KEYS[2], tonumber(ARGV[2])
+local epoch = redis.call('HGET', record, 'epoch')
+if epoch ~= ARGV[1] and (epoch or keep_ms > 0) then
+  return {'stale', epoch or '0'}
+end
+if keep_ms > 0 then
+  redis.call('HDEL', record, 'owner', 'lease_end')
+  expire_at(record, journal, now_ms() + keep_ms)
+else
+  redis.call('DEL', record, journal)
+end
+return {'ok'}

@@ -1,0 +1,18 @@
+-- Gives a session a new owner under the next epoch, unless another owner's lease still runs.
+-- KEYS: record, journal. ARGV: owner, lease_ms.
+-- Reply: {'ok', snapshot} | {'busy', remaining ms}.
+local record, journal = KEYS[1], KEYS[2]
+local now = now_ms()
+local held = redis.call('HMGET', record, 'epoch', 'owner')
+local remaining = remaining_ms(record, now)
+if remaining > 0 and held[2] ~= ARGV[1] then
+  return {'busy', remaining}
+end
+if not held[1] then
+  -- A server that evicts may have dropped the record alone: tokens without a record belong to no one.
+  redis.call('DEL', journal)
+end
+redis.call('HINCRBY', record, 'epoch', 1)
+redis.call('HSET', record, 'owner', ARGV[1], 'lease_ms', ARGV[2])
+renew(record, journal, now)
+return {'ok', snapshot(record, journal)}

@@ -1,0 +1,14 @@
+-- Reaps the workers whose lease has run out and lists the others.
+-- KEYS: leases, addresses, descriptions. Reply: {worker id, address, description} for each, in order of id.
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now_ms())) do
+  redis.call('ZREM', KEYS[1], id)
+  redis.call('HDEL', KEYS[2], id)
+  redis.call('HDEL', KEYS[3], id)
+end
+local ids = redis.call('ZRANGE', KEYS[1], 0, -1)
+table.sort(ids)
+local entries = {}
+for i, id in ipairs(ids) do
+  entries[i] = {id, redis.call('HGET', KEYS[2], id), redis.call('HGET', KEYS[3], id)}
+end
+return entries
