@@ -48,7 +48,7 @@ def check_same_vocabulary(
     ours_name: str, ours: Vocabulary, theirs_name: str, their_hash: str, their_size: int
 ) -> None:
     """Raise HandshakeError, naming both sides, unless the other side has the same table."""
-    if (ours.hash, ours.size) != (their_hash, their_size):
+    if ours.hash != their_hash:
         raise HandshakeError(
             f"{ours_name} and {theirs_name} have different vocabularies: "
             f"{ours_name} has {ours.size} ids with hash {ours.hash}, "

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from protos.v1 import coordinator_pb2, draft_pb2, target_pb2
 from splitspec.config import (
