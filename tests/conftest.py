@@ -1,13 +1,26 @@
-"""A real Redis for every test that asks for one."""
+"""Real parts for every test that asks for one: a Redis, the demo model."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from redis import Redis
 
+from splitspec.models import fetch_demo_model
 from splitspec.registry import EmbeddedRedis, Registry
+
+# How long an example takes says nothing about whether it is right.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The directory of the demo model, fetched once."""
+    return fetch_demo_model()
 
 
 @pytest.fixture(scope="session")

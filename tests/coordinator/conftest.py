@@ -1,4 +1,4 @@
-"""Models for the coordinator's tests: the demo model, and directories with small tokenizers of each kind."""
+"""Models for the coordinator's tests: directories with small tokenizers of each kind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from coordinator.text import TextCodec
@@ -22,17 +21,6 @@ LINES = [
 ]
 
 SaveModel = Callable[..., Path]
-
-# No test may depend on the machine's speed.
-settings.register_profile("without deadline", deadline=None)
-settings.load_profile("without deadline")
-
-
-@pytest.fixture(scope="session")
-def demo_model() -> Path:
-    from splitspec.models import fetch_demo_model
-
-    return fetch_demo_model()
 
 
 @pytest.fixture
