@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from splitspec.errors import (
@@ -116,7 +117,20 @@ async def test_details_that_any_client_understands() -> None:
     assert retry.retry_delay.ToMilliseconds() == 250
 
 
-async def test_a_foreign_error_is_none() -> None:
+async def test_an_error_of_another_domain_is_none() -> None:
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.ErrorInfo(reason="NotFoundError", domain="another service"))
+    status = status_pb2.Status(code=grpc.StatusCode.NOT_FOUND.value[0], message="theirs", details=[detail])
+
+    async def answers(context: Context) -> bytes:
+        await context.abort_with_status(rpc_status.to_status(status))
+        return b""
+
+    async with server_that(answers) as port:
+        assert from_rpc_error(await failure_at(port)) is None
+
+
+async def test_an_error_without_details_is_none() -> None:
     async def answers(context: Context) -> bytes:
         await context.abort(grpc.StatusCode.NOT_FOUND, "someone else's")
         return b""

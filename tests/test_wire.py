@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.v1 import common_pb2
@@ -49,6 +49,7 @@ def drafts(draw: st.DrawFn) -> Draft:
     return Draft(tuple(tokens), tuple(rows))
 
 
+@settings(deadline=None)
 @given(drafts(), st.integers(0, 2**64 - 1))
 def test_round_trip(draft: Draft, seal: int) -> None:
     assert decode(draft.encode(seal), seal) == (draft, 0)
@@ -134,6 +135,7 @@ def test_every_cut_of_a_body_is_refused_or_read_without_a_wrong_distribution() -
         assert draft in (Draft.certain(sent.token_ids), Draft.certain([]))
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_changed_byte_is_refused_or_leaves_valid_distributions(data: st.DataObject) -> None:
     body = bytearray(Draft((5, 6), (distribution([5, 6], [2, 1]), distribution([6, 7], [3, 4]))).encode(SEAL))

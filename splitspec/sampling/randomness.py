@@ -64,7 +64,7 @@ def invert(u: float, weights: torch.Tensor) -> int:
     if not total > 0:
         raise ValueError(f"the weights sum to {total}, expected more than 0")
     index = int(torch.searchsorted(cumulated, u * total, right=True))
-    # u * total may round up to the total itself.
+    # u * total rounds to the total itself when that is subnormal.
     return int(support[min(index, support.numel() - 1)])
 
 
