@@ -21,7 +21,8 @@ class GenerateOptions(TypedDict, total=False):
     max_tokens, stop (strings), stop_token_ids, ignore_eos: when to end.
     speculate, num_draft_tokens, drafter: how to speculate; never changes the output's distribution.
     session_id: conversation to continue or begin; without it the session ends with the request.
-    request_id: makes a retried call idempotent. tenant: nothing is shared across tenants.
+    request_id: makes a retried call idempotent. resume_offset: its tokens that the caller already has.
+    tenant: nothing is shared across tenants.
     one_token_per_chunk: for readers that assume it.
     timeout: deadline of the whole call in seconds, 600 by default.
     """
@@ -39,6 +40,7 @@ class GenerateOptions(TypedDict, total=False):
     drafter: str
     session_id: str
     request_id: str
+    resume_offset: int
     tenant: str
     one_token_per_chunk: bool
     timeout: float
@@ -63,6 +65,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> coordinator_pb
             num_draft_tokens=_optional_uint32("num_draft_tokens", options.get("num_draft_tokens")),
             drafter=options.get("drafter", ""),
         ),
+        resume_offset=_uint32s("resume_offset", [options.get("resume_offset", 0)])[0],
         one_token_per_chunk=options.get("one_token_per_chunk", False),
         **_prompt(prompt),
     )

@@ -114,6 +114,7 @@ def test_every_option_reaches_its_field(address: str, script: Script) -> None:
             drafter="lookup",
             session_id="s",
             request_id="r",
+            resume_offset=3,
             tenant="t",
             one_token_per_chunk=True,
         ).result()
@@ -129,6 +130,7 @@ def test_every_option_reaches_its_field(address: str, script: Script) -> None:
             max_tokens=9, stop_token_ids=[4, 5], stop_strings=["!", "?"], ignore_eos=True
         ),
         speculation=coordinator_pb2.SpeculationOptions(disabled=True, num_draft_tokens=0, drafter="lookup"),
+        resume_offset=3,
         one_token_per_chunk=True,
     )
     assert not bare.stop.HasField("max_tokens")

@@ -1,0 +1,229 @@
+"""The commands and their flags. What they do is imported when it is done, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from splitspec.errors import ConfigError, SplitspecError
+from splitspec.types import MAX_NUM_DRAFT_TOKENS
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Exact speculative decoding split across machines.",
+)
+serve = typer.Typer(no_args_is_help=True, help="Run one server; `serve ROLE --help` shows its flags.")
+app.add_typer(serve, name="serve")
+
+out = Console(highlight=False)
+err = Console(highlight=False, stderr=True)
+
+
+Address = Annotated[str, typer.Argument(help="host:port of the coordinator.", show_default=False)]
+RedisUrl = Annotated[
+    str | None,
+    typer.Option(envvar="SPLITSPEC_REDIS_URL", help="A running Redis; without it one is started."),
+]
+
+
+def run() -> None:
+    """Exit code 2 for a wrong flag or setting, 1 for another error; one sentence each, no traceback."""
+    try:
+        app()
+    except SplitspecError as error:
+        err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def _server(module: str) -> Callable[[typer.Context], None]:
+    def command(context: typer.Context) -> None:
+        # This very process becomes the server, so that signals and exit codes are its own.
+        os.execv(sys.executable, [sys.executable, "-P", "-m", module, *context.args])
+
+    return command
+
+
+for _role, _module in (
+    ("coordinator", "coordinator"),
+    ("draft", "draft_worker"),
+    ("target", "target_worker"),
+):
+    serve.command(
+        _role,
+        help=f"Run a {_module.replace('_', ' ')}; all flags are its own.",
+        add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )(_server(_module))
+
+
+@app.command()
+def up(
+    model: Annotated[
+        str,
+        typer.Option(
+            envvar="SPLITSPEC_MODEL", help="Target model: hub id, directory or GGUF file.", show_default=False
+        ),
+    ],
+    drafters: Annotated[
+        str,
+        typer.Option(
+            envvar="SPLITSPEC_DRAFTERS", help="Drafters, by spaces: NAME[=CHECKPOINT][,key=value...]."
+        ),
+    ] = "lookup",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"],
+        typer.Option(envvar="SPLITSPEC_DTYPE", help="Element type of all weights."),
+    ] = "float32",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The coordinator's; 0 takes a free one.")
+    ] = 50051,
+    redis_url: RedisUrl = None,
+    threads: Annotated[
+        int, typer.Option(min=0, help="CPU threads of each worker's model; 0 leaves torch's choice.")
+    ] = 0,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="Where the logs go; else a temporary directory.")
+    ] = None,
+) -> None:
+    """Run everything on this machine until Ctrl-C: Redis, target worker, draft worker, coordinator.
+
+    Prints the coordinator's address. Other settings of the servers are taken from SPLITSPEC_* variables.
+    """
+    from splitspec.cli.stack import Stack
+    from splitspec.cli.up import keep_up
+
+    worker_args = [f"--threads={threads}"]
+    stack = Stack(
+        model=model,
+        drafters=drafters.split(),
+        dtype=dtype,
+        port=port,
+        target_args=worker_args,
+        draft_args=worker_args,
+        redis_url=redis_url,
+        log_dir=log_dir,
+    )
+    _run(keep_up(stack, out, err))
+
+
+@app.command()
+def generate(
+    address: Address,
+    prompt: Annotated[list[str], typer.Argument(help="The prompt; words are joined.", show_default=False)],
+    chat: Annotated[
+        bool,
+        typer.Option("--chat/--text", help="A user's message in the model's template, or text as it is."),
+    ] = True,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the most probable tokens up to this mass.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of all randomness.", show_default="random")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; repeatable.")] = None,
+    stop_token_ids: Annotated[
+        list[int] | None, typer.Option("--stop-token-id", help="Token id that ends the output; repeatable.")
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of sequence.")] = False,
+    speculate: Annotated[bool, typer.Option(help="Speculate, or decode plainly.")] = True,
+    num_draft_tokens: Annotated[
+        int | None, typer.Option("--num-draft-tokens", "-k", help=f"0 to {MAX_NUM_DRAFT_TOKENS} per round.")
+    ] = None,
+    drafter: Annotated[str, typer.Option(help="Name of the drafter.", show_default="the server's")] = "",
+    session_id: Annotated[str, typer.Option(help="Conversation to continue or begin.")] = "",
+    request_id: Annotated[str, typer.Option(help="Makes a repeated call idempotent.")] = "",
+    resume_offset: Annotated[int, typer.Option(help="Tokens of that request that are already here.")] = 0,
+    tenant: Annotated[str, typer.Option(help="Nothing is shared across tenants.")] = "",
+    one_token_per_chunk: Annotated[bool, typer.Option("--one-token-per-chunk", help="As it says.")] = False,
+    timeout: Annotated[float, typer.Option(help="Deadline in seconds.")] = 600.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object at the end instead of text as it comes.")
+    ] = False,
+) -> None:
+    """Generate text, with each token in the colour of its origin when standard output is a terminal."""
+    from splitspec.cli.generate import stream
+    from splitspec.client import GenerateOptions, Message
+
+    words = " ".join(prompt)
+    options = GenerateOptions(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop=stop or (),
+        stop_token_ids=stop_token_ids or (),
+        ignore_eos=ignore_eos,
+        speculate=speculate,
+        num_draft_tokens=num_draft_tokens,
+        drafter=drafter,
+        session_id=session_id,
+        request_id=request_id,
+        resume_offset=resume_offset,
+        tenant=tenant,
+        one_token_per_chunk=one_token_per_chunk,
+        timeout=timeout,
+    )
+    _run(stream(address, [Message("user", words)] if chat else words, options, as_json, out, err))
+
+
+@app.command()
+def health(
+    address: Annotated[str, typer.Argument(help="host:port of a server.", show_default=False)],
+    service: Annotated[
+        str, typer.Argument(help="Full name of a service; without it: whether the process lives.")
+    ] = "",
+) -> None:
+    """Ask a server for its health; exit code 0 when it serves."""
+    from splitspec.cli.health import health_status
+
+    status = asyncio.run(health_status(address, service))
+    out.print(status)
+    raise typer.Exit(status != "SERVING")
+
+
+@app.command()
+def fetch_demo_model() -> None:
+    """Fetch the demo model once (SmolLM2-135M-Instruct, about 90 MB) and print its directory."""
+    from splitspec.cli.steps import Steps
+    from splitspec.models import fetch_demo_model
+
+    with Steps(err) as steps:
+        path = fetch_demo_model(
+            lambda line: steps.update("demo model", line.removeprefix("demo model: "), False)
+        )
+        steps.update("demo model", "ready", True)
+    out.print(str(path), soft_wrap=True)
+
+
+@app.command()
+def demo(redis_url: RedisUrl = None) -> None:
+    """A real model through all processes on this machine, plain and speculative, with a table at the end."""
+    from splitspec.cli.demo import play
+
+    _run(play(redis_url, out))
+
+
+def _run(command: Coroutine[Any, Any, None]) -> None:
+    """Run a command; SIGTERM cancels it as Ctrl-C does, so that what it started is stopped."""
+
+    async def cancellable() -> None:
+        task = asyncio.current_task()
+        assert task is not None, "asyncio.run makes one"
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        await command
+
+    try:
+        asyncio.run(cancellable())
+    except asyncio.CancelledError:
+        raise typer.Exit(128 + signal.SIGTERM) from None
