@@ -1,13 +1,38 @@
-"""One frozen settings object per process: flags over environment (SPLITSPEC_*), read once at start."""
+"""One frozen settings object per process, read once at start: flags over SPLITSPEC_* over a file.
+
+The file is TOML: keys that processes share at its top, the others in a section of their role.
+
+    redis_url = "redis://redis:6379/0"
+    model = "org/name"
+
+    [draft]
+    drafters = ["lookup", "layer_skip=org/name"]
+
+What nobody knows is an error, in the file and in the environment: a warning about SPLITSPEC_DRAFERS would
+scroll by, and the process would run with other settings than it was given.
+"""
 
 from __future__ import annotations
 
+import difflib
+import json
+import os
+import re
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Literal, TypeVar
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import Field, TypeAdapter, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    EnvSettingsSource,
+    NoDecode,
+    SettingsConfigDict,
+)
 
 from splitspec.errors import ConfigError
 from splitspec.types import MAX_NUM_DRAFT_TOKENS
@@ -28,6 +53,7 @@ class ServerSettings(BaseSettings):
         protected_namespaces=(),
     )
 
+    config: str = Field("", description="Settings file (TOML); flags and environment go before it.")
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(0, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     port_file: str = Field("", description="File that gets host:port once the server listens.")
@@ -41,6 +67,12 @@ class ServerSettings(BaseSettings):
         "info", description="Least level that is logged."
     )
     shutdown_grace_s: float = Field(30.0, ge=0, description="Seconds that running streams get after SIGTERM.")
+    trace_file: str = Field(
+        "", description="File that spans are appended to as lines of OTLP JSON; processes may share one."
+    )
+    metrics_port: int = Field(
+        0, ge=0, le=65535, description="Port of the Prometheus endpoint, on the same host; 0 for none."
+    )
 
 
 class WorkerSettings(ServerSettings):
@@ -107,6 +139,9 @@ class CoordinatorSettings(ServerSettings):
     draft_timeout_s: float = Field(
         2.0, gt=0, description="Wait for a proposal at most this long, in seconds."
     )
+    draft_retry_s: float = Field(
+        1.0, gt=0, description="Seconds between attempts to find a draft worker for a running request."
+    )
     target_timeout_s: float = Field(
         60.0, gt=0, description="Longest wait for a verdict or a fed prompt, in seconds."
     )
@@ -116,28 +151,177 @@ class CoordinatorSettings(ServerSettings):
     session_keep_s: float = Field(
         600.0, ge=0, description="Seconds that an idle session and its KV are kept."
     )
+    slow_round_s: float = Field(
+        1.0,
+        ge=0,
+        description="Rounds that take as long are traced even when their request isn't sampled; 0 for none.",
+    )
 
+
+#: The processes by the name of their section in the file.
+ROLES: Mapping[str, type[ServerSettings]] = {
+    "coordinator": CoordinatorSettings,
+    "draft": DraftSettings,
+    "target": TargetSettings,
+}
+#: Variables with our prefix that something else than the settings reads.
+OTHER_VARIABLES = frozenset({"SPLITSPEC_CACHE_DIR"})
 
 S = TypeVar("S", bound=ServerSettings)
 
 
+@dataclass(frozen=True)
+class Setting:
+    """One setting in effect. value: for people, without secrets. origin: which flag, variable or file."""
+
+    name: str
+    value: str
+    origin: str
+
+
 def load_settings(cls: type[S], arguments: Sequence[str] | None = None) -> S:
-    """Settings from flags and environment.
+    """Settings from flags, environment and file.
 
     arguments: command-line flags, or None for none. Raises ConfigError that names each wrong setting
-    as flag and variable, its value, and what was expected. `--help` prints the flags and exits.
+    as flag, variable and key of the file, its value, and what was expected. `--help` prints the flags and
+    exits.
     """
-    flags = list(arguments) if arguments is not None else None
+    return _load(cls, arguments)[0]
+
+
+def explain_settings(cls: type[ServerSettings], arguments: Sequence[str] | None = None) -> list[Setting]:
+    """Every setting in effect, in the order of declaration. Arguments and errors as for `load_settings`."""
+    settings, origins = _load(cls, arguments)
+    return [
+        Setting(name, _shown(getattr(settings, name)), origins.get(name, "default"))
+        for name in cls.model_fields
+    ]
+
+
+def redacted(text: str) -> str:
+    """The text with user and password of every URL in it replaced by stars."""
+    text = re.sub(r"(?<=://)[^\s'\"]*@", "***@", text)
+    return re.sub(r"(?<=[?&])(username|password)=[^&\s'\"]*", r"\1=***", text)
+
+
+def _load(cls: type[S], arguments: Sequence[str] | None) -> tuple[S, dict[str, str]]:
+    """The settings, and where each value that isn't a default comes from."""
+    _check_variables(os.environ)
+    flags = CliSettingsSource[Any](
+        cls,
+        cli_parse_args=list(arguments or ()),
+        cli_prog_name=sys.argv[0].rsplit("/", 1)[-1],
+    )()
+    variables = EnvSettingsSource(cls)()
+    path = str(flags.get("config") or variables.get("config") or "")
+    keys = _read_file(cls, path) if path else {}
+    origins = {
+        **{name: f"file {path}" for name in keys},
+        **{name: f"variable {_variable(name)}" for name in variables},
+        **{name: f"flag {_flag(name)}" for name in flags},
+    }
     try:
-        return cls(_cli_parse_args=flags, _cli_prog_name=f"{sys.argv[0].rsplit('/', 1)[-1]}")
+        return cls(**{**keys, **variables, **flags}), origins
     except ValidationError as error:
-        raise ConfigError("; ".join(_sentence(dict(e)) for e in error.errors())) from None
+        raise ConfigError("; ".join(_sentence(dict(e), origins) for e in error.errors())) from None
 
 
-def _sentence(error: dict[str, object]) -> str:
-    location = error["loc"]
-    name = str(location[0]) if isinstance(location, tuple) and location else "settings"
-    where = f"--{name.replace('_', '-')} ({ENV_PREFIX}{name.upper()})"
+def _check_variables(environment: Collection[str]) -> None:
+    """Refuse variables that no process knows. Those of other roles are fine: one environment serves all."""
+    known = OTHER_VARIABLES | {_variable(name) for cls in ROLES.values() for name in cls.model_fields}
+    for name in sorted(environment):
+        if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:
+            raise ConfigError(f"the variable {name} is unknown, expected {_nearest(name.upper(), known)}")
+
+
+def _read_file(cls: type[ServerSettings], path: str) -> dict[str, Any]:
+    """The file's values for one process: its section over the common keys."""
+    where = f"{_places('config')} is {path!r}"
+    try:
+        document = tomllib.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: {error}, expected a file that can be read") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where}: {error}, expected TOML") from None
+    sections = {role: document.pop(role, {}) for role in ROLES}
+    for role, section in sections.items():
+        if not isinstance(section, dict):
+            raise ConfigError(f"{role} in {path} is {section!r}, expected the section [{role}]")
+        for key in section:
+            if key not in _keys(role):
+                raise ConfigError(
+                    f"{key} in [{role}] of {path} is unknown, expected {_nearest(key, _keys(role))}"
+                )
+    for key in document:
+        _check_shared(key, path)
+    own: dict[str, Any] = next((section for role, section in sections.items() if ROLES[role] is cls), {})
+    keys = {key: value for key, value in document.items() if key in cls.model_fields} | own
+    _check_types(cls, keys, path)
+    return keys
+
+
+def _keys(role: str) -> set[str]:
+    return set(ROLES[role].model_fields) - {"config"}
+
+
+def _check_shared(key: str, path: str) -> None:
+    """Refuse a key at the top of the file unless two processes know it."""
+    roles = [role for role in ROLES if key in _keys(role)]
+    if len(roles) == 1:
+        raise ConfigError(f"{key} stands at the top of {path}, expected it in the section [{roles[0]}]")
+    if not roles:
+        known = set().union(ROLES, *map(_keys, ROLES))
+        raise ConfigError(f"{key} in {path} is unknown, expected {_nearest(key, known)}")
+
+
+def _check_types(cls: type[ServerSettings], keys: Mapping[str, Any], path: str) -> None:
+    """Refuse values of another type: TOML has types, so "8" is no number there."""
+    origins = dict.fromkeys(keys, f"file {path}")
+    # As JSON, whose strict mode takes an array for a tuple; dates have no counterpart and fit nowhere.
+    for key, value in keys.items():
+        try:
+            TypeAdapter[Any](cls.model_fields[key].annotation or str).validate_json(
+                json.dumps(value, default=lambda _: None), strict=True
+            )
+        except ValidationError as error:
+            message = error.errors()[0]["msg"]
+            raise ConfigError(_wrong(key, value, message, origins)) from None
+
+
+def _sentence(error: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    name = str(error["loc"][0]) if error["loc"] else "settings"
     if error["type"] == "missing":
-        return f"{where} is missing, expected a value"
-    return f"{where} is {error['input']!r}: {error['msg']}"
+        return f"{_places(name)} is missing, expected a value"
+    return _wrong(name, error["input"], error["msg"], origins)
+
+
+def _wrong(name: str, value: object, message: str, origins: Mapping[str, str]) -> str:
+    expected = message.removeprefix("Input should be ").removeprefix("Value error, ")
+    return f"{_places(name)} is {redacted(repr(value))} by {origins[name]}, expected {expected}"
+
+
+def _places(name: str) -> str:
+    """Where a setting can be set: its flag, its variable, its key in the file."""
+    key = "" if name == "config" else f", {name} in the file"
+    return f"{_flag(name)} ({_variable(name)}{key})"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _variable(name: str) -> str:
+    return f"{ENV_PREFIX}{name.upper()}"
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    """What was probably meant, or everything that could have been."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return close[0] if close else f"one of: {', '.join(sorted(known))}"
+
+
+def _shown(value: object) -> str:
+    """A value as people read it."""
+    if isinstance(value, tuple):
+        return " ".join(redacted(str(item)) for item in value)
+    return redacted(str(value))
