@@ -1,6 +1,6 @@
 -- Appends tokens where the journal ends; a repeated call finds its own tokens there and succeeds.
 -- KEYS: record, journal. ARGV: epoch, offset in tokens, tokens (4 bytes each).
--- Reply: {'ok'} | {'stale', epoch} | {'out_of_sync', journal length in tokens}.
+-- Reply: {'ok'} | {'none'} | {'stale', epoch} | {'out_of_sync', journal length in tokens}.
 local record, journal = KEYS[1], KEYS[2]
 local refused = refusal(record, ARGV[1])
 if refused then

@@ -4,18 +4,25 @@
 -- How long a crashed owner's session stays after its lease, for another coordinator to take it over.
 local ABANDONED_MS = 600000
 
-local function now_ms()
+local function now_us()
   local time = redis.call('TIME')
-  return time[1] * 1000 + math.floor(time[2] / 1000)
+  return time[1] * 1000000 + time[2]
+end
+
+local function now_ms()
+  return math.floor(now_us() / 1000)
 end
 
 -- The reply to a caller whose epoch isn't the owner's; nil when it may go on.
 local function refusal(record, epoch)
   local held = redis.call('HMGET', record, 'epoch', 'owner')
-  if held[1] == epoch and held[2] then
-    return nil
+  if not held[1] then
+    return {'none'}
   end
-  return {'stale', held[1] or '0'}
+  if held[1] ~= epoch or not held[2] then
+    return {'stale', held[1]}
+  end
+  return nil
 end
 
 -- Milliseconds that the owner's lease still runs; 0 without an owner.
@@ -36,7 +43,7 @@ local function renew(record, journal, now)
 end
 
 local function snapshot(record, journal)
-  local fields = redis.call('HMGET', record, 'epoch', 'target', 'draft', 'revision', 'round')
-  fields[6] = redis.call('GET', journal)
+  local fields = redis.call('HMGET', record, 'epoch', 'target', 'draft', 'revision', 'round', 'request')
+  fields[7] = redis.call('GET', journal)
   return fields
 end

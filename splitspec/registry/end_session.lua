@@ -1,9 +1,12 @@
 -- Gives up ownership; keeps record and journal for a while, or deletes them. A repeated call succeeds.
--- KEYS: record, journal. ARGV: epoch, keep_ms. Reply: {'ok'} | {'stale', epoch}.
+-- KEYS: record, journal. ARGV: epoch, keep_ms. Reply: {'ok'} | {'none'} | {'stale', epoch}.
 local record, journal, keep_ms = KEYS[1], KEYS[2], tonumber(ARGV[2])
 local epoch = redis.call('HGET', record, 'epoch')
-if epoch ~= ARGV[1] and (epoch or keep_ms > 0) then
-  return {'stale', epoch or '0'}
+if epoch and epoch ~= ARGV[1] then
+  return {'stale', epoch}
+end
+if not epoch and keep_ms > 0 then
+  return {'none'}
 end
 if keep_ms > 0 then
   redis.call('HDEL', record, 'owner', 'lease_end')

@@ -22,6 +22,7 @@ class SessionRecord:
     """A session as its owner found it when it was opened or deleted.
 
     token_ids: the journal, all committed tokens. revision and round_number: 0 until first saved.
+    request: the last request as its owner saved it, opaque here; empty until first saved.
     """
 
     tenant: str
@@ -32,6 +33,7 @@ class SessionRecord:
     draft: WorkerHandle | None = None
     revision: int = 0
     round_number: int = 0
+    request: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from splitspec.errors import OutOfSyncError, SessionBusyError, StaleError
+from splitspec.errors import NotFoundError, OutOfSyncError, SessionBusyError, StaleError
 from splitspec.registry.records import SessionRecord, WorkerEntry, WorkerHandle, WorkerKind
 from splitspec.registry.scripts import Scripts
 
@@ -21,7 +21,10 @@ class Registry:
     """Every method is one script, hence atomic, and safe to repeat; time is that of Redis.
 
     Each raises UnavailableError when Redis can't be reached. All keys carry a time to live, so that
-    a crash leaves nothing for ever. Redis must not evict keys (maxmemory-policy noeviction).
+    a crash leaves nothing for ever.
+
+    What the owner of a session calls is fenced by its epoch: NotFoundError when Redis holds no such
+    session (its data was lost, or its time ran out), StaleError when the epoch doesn't own it.
     """
 
     def __init__(self, scripts: Scripts) -> None:
@@ -29,15 +32,20 @@ class Registry:
 
     @classmethod
     async def connect(cls, url: str) -> Registry:
-        """Raises ConfigError for a wrong url, password or version, UnavailableError without a server."""
+        """Raises ConfigError for a wrong url, password, version or a server that evicts keys.
+
+        Raises UnavailableError without a server.
+        """
         return cls(await Scripts.connect(url))
 
     async def close(self) -> None:
         await self._scripts.close()
 
     async def open_session(self, tenant: str, session_id: str, owner: str, lease_ms: int) -> SessionRecord:
-        """Make `owner` the session's owner under the next epoch; the first epoch of a new session is 1.
+        """Make `owner` the session's owner under a newer epoch than any that the session had.
 
+        The epoch is Redis' time in microseconds, or the last one plus 1 where the clock was set back. So
+        it doesn't repeat either when the session was deleted or Redis lost its data.
         owner: unique to the request, so that a repeated call isn't taken for another request.
         lease_ms: how long the ownership lasts without append, renew or save.
         Raises SessionBusyError while another owner's lease runs.
@@ -52,11 +60,10 @@ class Registry:
     ) -> None:
         """Append committed tokens to the journal, whose length must be `offset`; renews the lease.
 
-        A repeated call succeeds. Raises StaleError when `epoch` doesn't own the session, OutOfSyncError
-        when the journal has another length.
+        A repeated call succeeds. Raises OutOfSyncError when the journal has another length.
         """
-        tokens = np.asarray(token_ids, dtype="<u4").tobytes()
-        outcome, *detail = await self._fenced("append", tenant, session_id, epoch, offset, tokens)
+        args = (offset, _to_bytes(token_ids))
+        outcome, *detail = await self._fenced("append", tenant, session_id, epoch, *args)
         if outcome == b"out_of_sync":
             raise OutOfSyncError(
                 f"the journal of session {session_id!r} holds {detail[0]} tokens, and not those to be "
@@ -64,8 +71,33 @@ class Registry:
             )
 
     async def renew(self, tenant: str, session_id: str, epoch: int) -> None:
-        """Renew the owner's lease. Raises StaleError when `epoch` doesn't own the session."""
+        """Renew the owner's lease."""
         await self._fenced("renew", tenant, session_id, epoch)
+
+    async def restore(
+        self,
+        tenant: str,
+        session_id: str,
+        epoch: int,
+        owner: str,
+        lease_ms: int,
+        token_ids: Sequence[int],
+    ) -> None:
+        """Write a session that Redis lost again, for the owner that goes on with it.
+
+        epoch, owner and lease_ms: those of open_session. token_ids: the whole journal. What was saved is
+        lost, and is saved again by the next save and save_request.
+        A session that is still there under `epoch` and `owner` keeps what was saved, and its journal is
+        lengthened to token_ids; raises OutOfSyncError when they don't begin with it, StaleError when the
+        session has another epoch or was ended.
+        """
+        args = (owner, lease_ms, _to_bytes(token_ids))
+        outcome, *detail = await self._fenced("restore", tenant, session_id, epoch, *args)
+        if outcome == b"out_of_sync":
+            raise OutOfSyncError(
+                f"the journal of session {session_id!r} holds {detail[0]} tokens, and not the first of the "
+                f"{len(token_ids)} to be restored: expected one that they lengthen"
+            )
 
     async def save(
         self,
@@ -78,17 +110,22 @@ class Registry:
         revision: int,
         round_number: int,
     ) -> None:
-        """Store what the session's next request needs, and renew the lease.
-
-        Raises StaleError when `epoch` doesn't own the session.
-        """
+        """Store what the session's next request needs, and renew the lease."""
         fields = (_pack(target), _pack(draft), revision, round_number)
         await self._fenced("save", tenant, session_id, epoch, *fields)
+
+    async def save_request(self, tenant: str, session_id: str, epoch: int, request: bytes) -> None:
+        """Store the session's last request until the next one is, and renew the lease.
+
+        request: opaque, what its owner needs to know it again; a few kB at most.
+        """
+        await self._fenced("save_request", tenant, session_id, epoch, request)
 
     async def end(self, tenant: str, session_id: str, epoch: int, keep_ms: int) -> None:
         """Give up ownership; keep record and journal for keep_ms, or delete them when it is 0.
 
-        Raises StaleError when another request has opened the session since.
+        Not keeping a session that isn't there succeeds. Raises StaleError when another request has opened
+        the session since.
         """
         await self._fenced("end_session", tenant, session_id, epoch, keep_ms)
 
@@ -127,10 +164,15 @@ class Registry:
         self, script: str, tenant: str, session_id: str, epoch: int, *args: str | int | bytes
     ) -> list[Any]:
         reply = await self._run(script, tenant, session_id, epoch, *args)
+        if reply[0] == b"none":
+            raise NotFoundError(
+                f"Redis has no session {session_id!r}, expected the one of epoch {epoch}: Redis lost it, or "
+                "it was deleted or its time ran out"
+            )
         if reply[0] == b"stale":
             raise StaleError(
                 f"session {session_id!r} isn't owned under epoch {epoch} any more, expected its owner: the "
-                f"request was ended or another one took over (Redis has epoch {int(reply[1])}, 0 for none)"
+                f"request was ended or another one took over (Redis has epoch {int(reply[1])})"
             )
         return reply
 
@@ -148,7 +190,7 @@ def _directory_keys(kind: WorkerKind) -> tuple[str, str, str]:
 
 
 def _record(tenant: str, session_id: str, fields: list[Any]) -> SessionRecord:
-    epoch, target, draft, revision, round_number, journal = fields
+    epoch, target, draft, revision, round_number, request, journal = fields
     return SessionRecord(
         tenant=tenant,
         session_id=session_id,
@@ -158,7 +200,12 @@ def _record(tenant: str, session_id: str, fields: list[Any]) -> SessionRecord:
         draft=_unpack(draft),
         revision=int(revision or 0),
         round_number=int(round_number or 0),
+        request=request or b"",
     )
+
+
+def _to_bytes(token_ids: Sequence[int]) -> bytes:
+    return np.asarray(token_ids, dtype="<u4").tobytes()
 
 
 def _pack(handle: WorkerHandle | None) -> str:

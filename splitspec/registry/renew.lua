@@ -1,5 +1,5 @@
 -- Renews the owner's lease.
--- KEYS: record, journal. ARGV: epoch. Reply: {'ok'} | {'stale', epoch}.
+-- KEYS: record, journal. ARGV: epoch. Reply: {'ok'} | {'none'} | {'stale', epoch}.
 local refused = refusal(KEYS[1], ARGV[1])
 if refused then
   return refused

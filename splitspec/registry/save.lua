@@ -1,5 +1,6 @@
 -- Stores what the next request of the session needs, and renews the lease.
--- KEYS: record, journal. ARGV: epoch, target, draft, revision, round. Reply: {'ok'} | {'stale', epoch}.
+-- KEYS: record, journal. ARGV: epoch, target, draft, revision, round.
+-- Reply: {'ok'} | {'none'} | {'stale', epoch}.
 local refused = refusal(KEYS[1], ARGV[1])
 if refused then
   return refused

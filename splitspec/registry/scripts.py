@@ -35,7 +35,10 @@ class Scripts:
 
     @classmethod
     async def connect(cls, url: str) -> Scripts:
-        """Raises ConfigError for a wrong url, password or version, UnavailableError without a server."""
+        """Raises ConfigError for a wrong url, password, version or a server that evicts keys.
+
+        Raises UnavailableError without a server.
+        """
         shown_url = hide_password(url)
         try:
             pool = BlockingConnectionPool.from_url(
@@ -77,7 +80,7 @@ class Scripts:
     async def _greet(self) -> None:
         try:
             await self._client.ping()
-            info = await self._client.info("server")
+            info = await self._client.info()
         except AuthenticationError as error:
             raise ConfigError(
                 f"Redis at {self._shown_url} expected another user or password than the url's: {error}",
@@ -86,6 +89,8 @@ class Scripts:
         except RedisError as error:
             raise self._unavailable(error) from error
         check_version(str(info["redis_version"]), self._shown_url)
+        # INFO tells what CONFIG GET would, which managed servers forbid. One that doesn't tell is trusted.
+        check_eviction(info.get("maxmemory_policy", "noeviction"), info.get("maxmemory", 0), self._shown_url)
 
     def _unavailable(self, error: RedisError) -> UnavailableError:
         reason = str(error) or type(error).__name__
@@ -100,6 +105,22 @@ def check_version(version: str, shown_url: str) -> None:
         expected = ".".join(map(str, _MIN_VERSION))
         raise ConfigError(
             f"Redis at {shown_url} has version {version}, expected at least {expected}", field="redis_url"
+        )
+
+
+def check_eviction(policy: str, maxmemory: int, shown_url: str) -> None:
+    """Raises ConfigError for a server that evicts keys when it has used maxmemory bytes; 0 is no limit.
+
+    A refusal and no warning: an eviction takes single keys, and every key here is one that may be taken. A
+    session without its journal goes on as if it were new, and no error tells. That shows under load, weeks
+    after a warning was last read; at the start it is one setting. Without evictions a full server refuses
+    writes, which callers see as UnavailableError.
+    """
+    if maxmemory and policy != "noeviction":
+        raise ConfigError(
+            f"Redis at {shown_url} has maxmemory-policy {policy} and would drop running sessions when it is "
+            "full, expected noeviction: set it there, or give the url of another Redis",
+            field="redis_url",
         )
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
 
-from splitspec.errors import ConfigError, SplitspecError, StaleError, UnavailableError
+from splitspec.errors import ConfigError, NotFoundError, SplitspecError, UnavailableError
 from splitspec.registry import EmbeddedRedis, Registry, WorkerEntry
 from splitspec.registry.scripts import check_version, hide_password
 
@@ -34,33 +35,52 @@ async def connected(url: str) -> AsyncIterator[Registry]:
         await registry.close()
 
 
+def limit(server: EmbeddedRedis, maxmemory: str, policy: str) -> None:
+    with Redis.from_url(server.url) as client:
+        client.config_set("maxmemory", maxmemory)
+        client.config_set("maxmemory-policy", policy)
+
+
 async def test_scripts_that_were_flushed_are_loaded_again(registry: Registry, client: Redis) -> None:
-    await registry.open_session("t", "s", "a", LEASE_MS)
+    epoch = (await registry.open_session("t", "s", "a", LEASE_MS)).epoch
     client.script_flush()
-    await registry.append("t", "s", 1, 0, [1])
+    await registry.append("t", "s", epoch, 0, [1])
 
 
 async def test_a_restarted_redis_just_works(server: EmbeddedRedis) -> None:
     async with connected(server.url) as registry:
-        await registry.open_session("t", "s", "a", LEASE_MS)
+        first = (await registry.open_session("t", "s", "a", LEASE_MS)).epoch
         server.stop()
         server.start()
-        with pytest.raises(StaleError):
-            await registry.append("t", "s", 1, 0, [1])
-        assert (await registry.open_session("t", "s", "b", LEASE_MS)).epoch == 1
-        await registry.append("t", "s", 1, 0, [1])
+        with pytest.raises(NotFoundError):
+            await registry.append("t", "s", first, 0, [1])
+        second = (await registry.open_session("t", "s", "b", LEASE_MS)).epoch
+        assert second > first
+        await registry.append("t", "s", second, 0, [1])
+
+
+async def test_a_session_goes_on_after_a_restart(server: EmbeddedRedis) -> None:
+    async with connected(server.url) as registry:
+        epoch = (await registry.open_session("t", "s", "a", LEASE_MS)).epoch
+        await registry.append("t", "s", epoch, 0, [1, 2])
+        server.stop()
+        server.start()
+        await registry.restore("t", "s", epoch, "a", LEASE_MS, [1, 2, 3])
+        await registry.append("t", "s", epoch, 3, [4])
+        await registry.end("t", "s", epoch, LEASE_MS)
+        assert (await registry.open_session("t", "s", "b", LEASE_MS)).token_ids == (1, 2, 3, 4)
 
 
 async def test_sessions_survive_a_restart_when_kept_on_disk(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path) as server:
         async with connected(server.url) as registry:
-            await registry.open_session("t", "s", "a", LEASE_MS)
-            await registry.append("t", "s", 1, 0, [1, 2])
+            epoch = (await registry.open_session("t", "s", "a", LEASE_MS)).epoch
+            await registry.append("t", "s", epoch, 0, [1, 2])
             server.stop()
             server.start()
-            await registry.append("t", "s", 1, 2, [3])
+            await registry.append("t", "s", epoch, 2, [3])
             record = await registry.open_session("t", "s", "a", LEASE_MS)
-    assert (record.epoch, record.token_ids) == (2, (1, 2, 3))
+    assert record.token_ids == (1, 2, 3)
 
 
 async def test_no_redis_at_connect(server: EmbeddedRedis) -> None:
@@ -76,7 +96,9 @@ async def test_redis_goes_away_and_comes_back(server: EmbeddedRedis) -> None:
             registry.open_session("t", "s", "a", LEASE_MS),
             registry.append("t", "s", 1, 0, [1]),
             registry.renew("t", "s", 1),
+            registry.restore("t", "s", 1, "a", LEASE_MS, [1]),
             registry.save("t", "s", 1, target=None, draft=None, revision=1, round_number=1),
+            registry.save_request("t", "s", 1, b"request"),
             registry.end("t", "s", 1, 0),
             registry.delete_session("t", "s"),
             registry.register_worker(WorkerEntry("draft", "w", "127.0.0.1:1", b""), LEASE_MS),
@@ -86,7 +108,7 @@ async def test_redis_goes_away_and_comes_back(server: EmbeddedRedis) -> None:
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [UnavailableError] * len(calls)
         server.start()
-        assert (await registry.open_session("t", "s", "a", LEASE_MS)).epoch == 1
+        assert (await registry.open_session("t", "s", "a", LEASE_MS)).token_ids == ()
 
 
 async def test_a_redis_that_never_answers_is_unavailable() -> None:
@@ -170,6 +192,39 @@ async def test_a_password_is_never_shown(server: EmbeddedRedis, caplog: pytest.L
 )
 def test_what_is_shown_of_a_url(url: str, shown: str) -> None:
     assert hide_password(url) == shown
+
+
+@pytest.mark.parametrize("policy", ["volatile-lru", "allkeys-random", "volatile-ttl"])
+async def test_a_server_that_evicts_keys_is_refused(server: EmbeddedRedis, policy: str) -> None:
+    limit(server, "64mb", policy)
+    with pytest.raises(ConfigError, match=f"{server.url} has maxmemory-policy {policy}.*expected noeviction"):
+        await Registry.connect(server.url)
+
+
+@pytest.mark.parametrize(("maxmemory", "policy"), [("64mb", "noeviction"), ("0", "allkeys-lru")])
+async def test_servers_that_evict_nothing(server: EmbeddedRedis, maxmemory: str, policy: str) -> None:
+    limit(server, maxmemory, policy)
+    async with connected(server.url) as registry:
+        assert await registry.workers("draft") == []
+
+
+async def test_evictions_are_seen_where_the_configuration_is_hidden(server: EmbeddedRedis) -> None:
+    limit(server, "64mb", "volatile-lru")
+    with Redis.from_url(server.url) as client:
+        client.acl_setuser("default", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-config"])
+    with pytest.raises(ConfigError, match="volatile-lru"):
+        await Registry.connect(server.url)
+
+
+async def test_a_server_that_hides_its_policy_is_trusted(
+    server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def info(client: AsyncRedis) -> dict[str, str]:
+        return {"redis_version": "7.2.0"}
+
+    monkeypatch.setattr(AsyncRedis, "info", info)
+    async with connected(server.url) as registry:
+        assert await registry.workers("draft") == []
 
 
 @pytest.mark.parametrize("version", ["6.2.0", "6.2.5", "7.0.15", "8.0.0", "10.1"])

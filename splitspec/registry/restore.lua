@@ -1,0 +1,18 @@
+-- Writes a session that Redis lost again. A repeated call succeeds, and lengthens the journal to its tokens.
+-- KEYS: record, journal. ARGV: epoch, owner, lease_ms, tokens (4 bytes each).
+-- Reply: {'ok'} | {'stale', epoch} | {'out_of_sync', journal length in tokens}.
+local record, journal, tokens = KEYS[1], KEYS[2], ARGV[4]
+local held = redis.call('HMGET', record, 'epoch', 'owner')
+if held[1] then
+  if held[1] ~= ARGV[1] or held[2] ~= ARGV[2] then
+    return {'stale', held[1]}
+  end
+  local found = redis.call('GET', journal) or ''
+  if found ~= tokens:sub(1, #found) then
+    return {'out_of_sync', #found / 4}
+  end
+end
+redis.call('HSET', record, 'epoch', ARGV[1], 'owner', ARGV[2], 'lease_ms', ARGV[3])
+redis.call('SET', journal, tokens)
+renew(record, journal, now_ms())
+return {'ok'}
