@@ -1,254 +1,263 @@
-"""The life of one request: own its session, open both workers, run the rounds, deliver, keep or free."""
+"""The life of one request: own its session, open both workers, run the rounds, deliver, leave."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 
+from coordinator.delivery import Delivery, Send
+from coordinator.drafting import Drafting
 from coordinator.links import DraftLink, TargetLink
+from coordinator.ownership import Owner, Ownership
 from coordinator.request import Request
+from coordinator.retry import Note, encode_finished
 from coordinator.rounds import Block, Rounds
-from coordinator.session import Session
 from coordinator.stats import Stats
-from coordinator.stopping import Stopper
+from coordinator.stopping import Emission, Stopper
 from coordinator.text import TextCodec
 from coordinator.workers import WorkerPool
 from protos.v1 import common_pb2, coordinator_pb2
 from splitspec.config import CoordinatorSettings
-from splitspec.errors import InvalidRequestError, SplitspecError, UnavailableError
-from splitspec.registry import Registry, SessionRecord, WorkerHandle
-from splitspec.tokens import TokenLog
+from splitspec.errors import InvalidRequestError, OutOfSyncError, SplitspecError, UnavailableError
+from splitspec.registry import WorkerHandle
 
 log = structlog.get_logger()
 
-Send = Callable[[coordinator_pb2.GenerateResponse], Awaitable[None]]
+#: Target workers that a request may lose one after another without a token in between.
+_MOST_LOSSES = 3
 
 
 @dataclass
 class Generation:
-    """One call of Generate. `send` hands an event to the client."""
+    """One call of Generate. `send` hands an event to the client; deadline_s: what its deadline leaves."""
 
     request: Request
     settings: CoordinatorSettings
-    registry: Registry
+    owner: Owner
     workers: WorkerPool
     codec: TextCodec
     send: Send
+    deadline_s: float | None
     stats: Stats = field(default_factory=Stats)
 
     async def run(self) -> None:
         """From the session's record to the last event; whatever ends it, both workers are left."""
-        async with self._owned() as (session, record), contextlib.AsyncExitStack() as links:
-            session.tokens.extend(self.request.prompt)
-            draft = await self._open_draft(session, record)
-            if draft is not None:
-                links.callback(draft.cancel)
-            target, opened = await self._open_target(session, record)
-            links.callback(target.cancel)
-            stopper = self._stopper(target, len(session.tokens))
-            await self._journal(session, len(record.token_ids), session.tokens[len(record.token_ids) :])
-            await self._send_started(session, opened)
-            usage = coordinator_pb2.Usage(
-                prompt_tokens=len(session.tokens), cached_tokens=opened.cached_length
+        request = self.request
+        async with (
+            self.owner.own(
+                request.tenant, request.session_id, request.sampling, request.keep_record_s
+            ) as owned,
+            contextlib.AsyncExitStack() as links,
+        ):
+            note, done = self._begin(owned)
+            if note.last_message is None:
+                await self._generate(owned, note, done, links)
+            else:
+                await self._repeat(owned, note, done, note.last_message)
+
+    def _begin(self, owned: Ownership) -> tuple[Note, list[int]]:
+        """The request's note, and the tokens that an earlier attempt of it has committed.
+
+        Afterwards the session ends with the prompt and those tokens.
+        """
+        request, session = self.request, owned.session
+        note = Note.decode(owned.record.request)
+        if note is None or not note.of_same_request(request.request_id, request.digest):
+            assert request.sampling.seed is not None
+            note = Note(request.request_id, request.digest, len(session.tokens), request.sampling.seed)
+        session.sampling = replace(session.sampling, seed=note.seed)
+        prompt = request.prompt(self.codec, session.tokens[: note.start])
+        note = replace(note, num_prompt=len(prompt))
+        done = session.tokens[note.prompt_end :]
+        if not done:  # of an earlier attempt not even the whole prompt may have come into the journal
+            session.tokens.extend(prompt[len(session.tokens) - note.start :])
+        if request.resume_offset > len(done):
+            raise InvalidRequestError.of(
+                "resume_offset", request.resume_offset, f"at most {len(done)}, the tokens that were committed"
             )
+        owned.note = note.encode()
+        return note, done
+
+    async def _generate(
+        self, owned: Ownership, note: Note, done: list[int], links: contextlib.AsyncExitStack
+    ) -> None:
+        """Go on behind `done`, and leave the session to the next request."""
+        await owned.save_note()
+        drafting = await self._open_drafting(owned, links)
+        target, opened = await self._open_target(owned, links, owned.record.target)
+        stopper = self._stopper(target.host.description.model, note)
+        delivery = self._delivery(owned, note, links)
+        await owned.journal.acknowledged(len(owned.session.tokens))
+        await self._send_started(owned, note, opened.cached_length)
+        last = await self._deliver_again(delivery, stopper, done) if done else None
+        if last is None or last.finish is None:
             rounds = Rounds(
-                session, target, draft, stopper, self.stats, self.request.num_draft_tokens, self.settings
+                owned.session,
+                target,
+                drafting,
+                stopper,
+                self.stats,
+                self.request.num_draft_tokens,
+                self.settings,
             )
-            last = await self._deliver(rounds, session)
-            if self.request.keep:
-                await self._keep(session, target, draft)
-            usage.completion_tokens = stopper.num_tokens
-            await self._send_finished(session, last, usage, draft.drafter if draft else "")
-
-    @contextlib.asynccontextmanager
-    async def _owned(self) -> AsyncIterator[tuple[Session, SessionRecord]]:
-        """The session under a new epoch, its lease renewed until the end; then kept or deleted."""
-        key = (self.request.tenant, self.request.session_id)
-        record = await self.registry.open_session(
-            *key, uuid.uuid4().hex, round(self.settings.session_lease_s * 1000)
+            last = await self._run_rounds(rounds, owned, delivery, links)
+            target = rounds.target
+        await self._leave_workers(owned, target, drafting)
+        assert last.finish is not None
+        finished = coordinator_pb2.Finished(
+            reason=last.finish.value,
+            stop_string=last.stop_string,
+            usage=coordinator_pb2.Usage(
+                prompt_tokens=note.prompt_end,
+                cached_tokens=opened.cached_length,
+                completion_tokens=stopper.num_tokens,
+            ),
+            acceptance=self.stats.acceptance(),
+            timings=self.stats.timings(),
+            rule=owned.session.sampling.rule.value,
+            drafter=drafting.drafter if drafting is not None else "",
         )
-        session = Session(
-            *key,
-            epoch=record.epoch,
-            sampling=self.request.sampling,
-            tokens=TokenLog(record.token_ids),
-            round=record.round_number,
-            revision=record.revision,
-        )
-        renewing = asyncio.create_task(self._renew(session))
-        try:
-            yield session, record
-        finally:
-            renewing.cancel()
-            with contextlib.suppress(SplitspecError):  # the lease ends what can't be ended now
-                await self.registry.end(*key, session.epoch, self._keep_ms)
+        owned.note = replace(note, finished=encode_finished(finished)).encode()
+        await self.send(coordinator_pb2.GenerateResponse(finished=finished))
 
-    async def _renew(self, session: Session) -> None:
-        while True:
-            await asyncio.sleep(self.settings.session_lease_s / 3)
-            try:
-                await self.registry.renew(session.tenant, session.session_id, session.epoch)
-            except SplitspecError as error:
-                log.warning("lease not renewed", session=session.session_id, error=str(error))
+    async def _repeat(
+        self, owned: Ownership, note: Note, done: list[int], finished: coordinator_pb2.Finished
+    ) -> None:
+        """Say again what a request has said that ran to its end."""
+        links = contextlib.AsyncExitStack()
+        model = (await self.workers.targets())[0].description.model
+        await self._send_started(owned, note, finished.usage.cached_tokens)
+        await self._deliver_again(self._delivery(owned, note, links), self._stopper(model, note), done)
+        await self.send(coordinator_pb2.GenerateResponse(finished=finished))
+
+    async def _open_drafting(self, owned: Ownership, links: contextlib.AsyncExitStack) -> Drafting | None:
+        """The draft side, which opens beside the target's; None for plain decoding."""
+        if not self.request.num_draft_tokens:
+            return None
+
+        async def connect(held: WorkerHandle | None = None) -> DraftLink | None:
+            drafter = self.request.drafter or await self.workers.default_drafter()
+            host = await self.workers.draft(drafter, held.worker_id if held else "") if drafter else None
+            if host is None:
+                log.warning("no draft worker", drafter=drafter, session=owned.session.session_id)
+                return None
+            same = held is not None and (held.worker_id, held.drafter) == (host.worker_id, drafter)
+            handle = held.handle if held is not None and same else ""
+            return DraftLink(
+                host, drafter, owned.session, self.stats, handle, self._keep_kv_ms, self.deadline_s
+            )
+
+        drafting = Drafting(connect, await connect(owned.record.draft), self.settings.draft_retry_s)
+        links.callback(drafting.cancel)
+        return drafting
 
     async def _open_target(
-        self, session: Session, record: SessionRecord
+        self,
+        owned: Ownership,
+        links: contextlib.AsyncExitStack,
+        held: WorkerHandle | None = None,
+        avoid: str = "",
     ) -> tuple[TargetLink, common_pb2.Opened]:
-        """The session on the first target worker that can be reached, the one that holds its KV first."""
-        held = record.target
+        """The session on the first target worker that can be reached.
+
+        The one that holds its KV comes first, the one to avoid last. Raises UnavailableError.
+        """
+        session = owned.session
+        hosts = await self.workers.targets(held.worker_id if held else "")
         failure: SplitspecError | None = None
-        for host in await self.workers.targets(held.worker_id if held else ""):
+        for host in sorted(hosts, key=lambda host: host.worker_id == avoid):
             context = host.description.model.max_context
             if len(session.tokens) >= context:
-                raise InvalidRequestError.of(
-                    "prompt",
-                    f"{len(session.tokens)} tokens",
-                    f"at most {context - 1}, as the context is {context}",
-                )
-            target = TargetLink(host, session, self.stats, self.settings.target_timeout_s)
+                expected = f"at most {context - 1}, as the context is {context}"
+                raise InvalidRequestError.of("prompt", f"{len(session.tokens)} tokens", expected)
+            target = TargetLink(host, session, self.stats, self.settings.target_timeout_s, self.deadline_s)
+            links.callback(target.cancel)
             try:
                 handle = held.handle if held and held.worker_id == host.worker_id else ""
-                return target, await target.open(handle, self._keep_ms)
+                return target, await target.open(handle, self._keep_kv_ms)
             except UnavailableError as error:
                 log.warning("target worker unavailable", worker=host.worker_id, error=str(error))
                 failure = error
-                target.cancel()
-            except BaseException:
-                target.cancel()
-                raise
         assert failure is not None, "targets() returns at least one"
         raise failure
 
-    async def _open_draft(self, session: Session, record: SessionRecord) -> DraftLink | None:
-        """A link that opens beside the target's, or None for plain decoding."""
-        if not self.request.num_draft_tokens:
-            return None
-        held = record.draft
-        drafter = self.request.drafter or await self.workers.default_drafter()
-        host = await self.workers.draft(drafter, held.worker_id if held else "") if drafter else None
-        if host is None:
-            log.warning("no draft worker", drafter=drafter, session=session.session_id)
-            return None
-        holds = held is not None and (held.worker_id, held.drafter) == (host.worker_id, drafter)
-        handle = held.handle if held is not None and holds else ""
-        return DraftLink(host, drafter, session, self.stats, handle, self._keep_ms)
+    async def _run_rounds(
+        self, rounds: Rounds, owned: Ownership, delivery: Delivery, links: contextlib.AsyncExitStack
+    ) -> Emission:
+        """Deliver block by block; returns the last one's emission.
 
-    def _stopper(self, target: TargetLink, prompt_tokens: int) -> Stopper:
-        model = target.host.description.model
-        room = model.max_context - prompt_tokens
+        A target worker that is lost, or holds other tokens, is replaced: the next one takes the session
+        from its committed tokens.
+        """
+        losses = 0
+        while True:
+            try:
+                async with contextlib.aclosing(rounds.run()) as blocks:
+                    async for block in blocks:
+                        losses = 0
+                        await delivery.put(block)
+                await delivery.flush()
+                return block.emission
+            except (UnavailableError, OutOfSyncError) as error:
+                await delivery.flush()
+                losses += 1
+                lost = rounds.target
+                log.warning("target worker lost", worker=lost.worker_id, error=str(error), losses=losses)
+                lost.cancel()
+                if losses == _MOST_LOSSES:
+                    raise
+                rounds.target, _ = await self._open_target(owned, links, avoid=lost.worker_id)
+
+    def _stopper(self, model: common_pb2.ModelInfo, note: Note) -> Stopper:
         return Stopper(
             self.request.stop,
             self.codec.detokenizer(),
             eos_token_ids=frozenset(model.eos_token_ids),
             max_tokens=self.request.stop.max_tokens or self.settings.max_tokens,
-            room=room,
+            room=model.max_context - note.prompt_end,
         )
 
-    async def _deliver(self, rounds: Rounds, session: Session) -> Block:
-        """Journal and send each block beside the next round; returns the last block.
+    def _delivery(self, owned: Ownership, note: Note, links: contextlib.AsyncExitStack) -> Delivery:
+        one_token_each = self.request.one_token_per_chunk
+        delivery = Delivery(self.send, owned.journal, self.stats, note.prompt_end, one_token_each)
+        links.callback(delivery.cancel)
+        return delivery
 
-        A chunk leaves only once the journal has it.
-        """
-        start = len(session.tokens)
+    async def _deliver_again(self, delivery: Delivery, stopper: Stopper, done: list[int]) -> Emission:
+        """Send what an earlier attempt has committed, from the client's offset on."""
+        emission = stopper.push(done)
+        origins = (common_pb2.TOKEN_ORIGIN_REPEATED,) * len(emission.tokens)
+        await delivery.deliver(Block(0, emission, origins), self.request.resume_offset)
+        return emission
 
-        async def deliver(block: Block) -> None:
-            ids = [token.token_id for token in block.emission.tokens]
-            await self._journal(session, start + block.offset, ids)
-            if self.stats.first_token is None:
-                self.stats.first_token = time.perf_counter()
-            for chunk in _chunks(block, self.request.one_token_per_chunk):
-                await self.send(coordinator_pb2.GenerateResponse(chunk=chunk))
-
-        delivery: asyncio.Task[None] | None = None
+    async def _leave_workers(self, owned: Ownership, target: TargetLink, drafting: Drafting | None) -> None:
+        """Close both streams with the KV kept, if the session is the client's."""
+        if not self._keep_kv_ms:
+            return
         try:
-            async with contextlib.aclosing(rounds.run()) as blocks:
-                async for block in blocks:
-                    if delivery is not None:
-                        await delivery
-                    delivery = asyncio.create_task(deliver(block))
-        except SplitspecError:
-            # The rounds have failed; what was committed before still goes out.
-            if delivery is not None:
-                await delivery
-            raise
-        except BaseException:
-            if delivery is not None:
-                delivery.cancel()
-            raise
-        assert delivery is not None, "every generation has at least one block"
-        await delivery
-        return block
-
-    async def _journal(self, session: Session, offset: int, token_ids: list[int]) -> None:
-        await self.registry.append(session.tenant, session.session_id, session.epoch, offset, token_ids)
-
-    async def _keep(self, session: Session, target: TargetLink, draft: DraftLink | None) -> None:
-        """Leave the workers with their KV kept, and note who holds it."""
-        await target.close()
-        kept = None
+            await target.close()
+            owned.target = WorkerHandle(target.worker_id, target.handle)
+        except SplitspecError as error:  # everything is committed: the next request feeds it again
+            log.warning("target worker lost at the end", worker=target.worker_id, error=str(error))
+        draft = drafting.link if drafting is not None else None
         if draft is not None:
             await draft.close()
             if not draft.gone:
-                kept = WorkerHandle(draft.worker_id, draft.handle, draft.drafter)
-        await self.registry.save(
-            session.tenant,
-            session.session_id,
-            session.epoch,
-            target=WorkerHandle(target.worker_id, target.handle),
-            draft=kept,
-            revision=session.revision,
-            round_number=session.round,
-        )
+                owned.draft = WorkerHandle(draft.worker_id, draft.handle, draft.drafter)
 
-    async def _send_started(self, session: Session, opened: common_pb2.Opened) -> None:
+    async def _send_started(self, owned: Ownership, note: Note, cached_tokens: int) -> None:
         started = coordinator_pb2.Started(
             request_id=self.request.request_id,
-            session_id=session.session_id,
-            seed=session.sampling.seed or 0,
-            prompt_tokens=len(session.tokens),
-            cached_tokens=opened.cached_length,
+            session_id=owned.session.session_id,
+            seed=note.seed,
+            prompt_tokens=note.prompt_end,
+            cached_tokens=cached_tokens,
         )
         await self.send(coordinator_pb2.GenerateResponse(started=started))
 
-    async def _send_finished(
-        self, session: Session, last: Block, usage: coordinator_pb2.Usage, drafter: str
-    ) -> None:
-        assert last.emission.finish is not None
-        finished = coordinator_pb2.Finished(
-            reason=last.emission.finish.value,
-            stop_string=last.emission.stop_string,
-            usage=usage,
-            acceptance=self.stats.acceptance(),
-            timings=self.stats.timings(),
-            rule=session.sampling.rule.value,
-            drafter=drafter,
-        )
-        await self.send(coordinator_pb2.GenerateResponse(finished=finished))
-
     @property
-    def _keep_ms(self) -> int:
-        """How long session and KV outlive the request: not at all without a session id."""
-        return round(self.settings.session_keep_s * 1000) if self.request.keep else 0
-
-
-def _chunks(block: Block, one_token_per_chunk: bool) -> list[coordinator_pb2.Chunk]:
-    """The block as one chunk, or as one for each token."""
-    tokens = [
-        coordinator_pb2.Token(id=token.token_id, origin=origin, text_end=token.text_end)
-        for token, origin in zip(block.emission.tokens, block.origins, strict=True)
-    ]
-    text = block.emission.text
-    if not one_token_per_chunk:
-        return [coordinator_pb2.Chunk(offset=block.offset, tokens=tokens, text=text, durable=True)]
-    text_start = tokens[-1].text_end - len(text)
-    ends = [token.text_end - text_start for token in tokens]
-    return [
-        coordinator_pb2.Chunk(offset=block.offset + i, tokens=[token], text=text[begin:end], durable=True)
-        for i, (token, begin, end) in enumerate(zip(tokens, [0, *ends[:-1]], ends, strict=True))
-    ]
+    def _keep_kv_ms(self) -> int:
+        """How long workers keep the session's KV: not at all without a session of the client's own."""
+        return round(self.settings.session_keep_s * 1000) if self.request.keep_kv else 0

@@ -19,6 +19,9 @@ from splitspec.serving import EOF
 
 log = structlog.get_logger()
 
+#: A draft worker that owes an answer for longer than this is given up, and looked for again.
+_LOST_AFTER_S = 10.0
+
 Response = draft_pb2.DraftSessionResponse
 Q = TypeVar("Q")
 A = TypeVar("A")
@@ -87,17 +90,15 @@ class TargetLink(_Link[target_pb2.TargetSessionRequest, target_pb2.TargetSession
     role = "target"
 
     def __init__(
-        self,
-        host: TargetHost,
-        session: Session,
-        stats: Stats,
-        timeout_s: float,
+        self, host: TargetHost, session: Session, stats: Stats, timeout_s: float, deadline_s: float | None
     ) -> None:
-        super().__init__(host.worker_id, host.stub.TargetSession(), session, stats)
+        """timeout_s: longest wait for an answer. deadline_s: what the client's deadline leaves."""
+        super().__init__(host.worker_id, host.stub.TargetSession(timeout=deadline_s), session, stats)
         self.host = host
         self._timeout_s = timeout_s
         #: Plain tokens that were granted and haven't arrived.
         self.outstanding = 0
+        self._next_round = 0
         #: Seconds of the target's last pass.
         self.pass_s: float | None = None
 
@@ -124,6 +125,7 @@ class TargetLink(_Link[target_pb2.TargetSessionRequest, target_pb2.TargetSession
             stamp=proposal.stamp, verify=target_pb2.Verify(proposal=proposal)
         )
         started = time.perf_counter()
+        self._next_round = proposal.stamp.round
         await self._write(request)
         return await self._verdict(started)
 
@@ -136,6 +138,8 @@ class TargetLink(_Link[target_pb2.TargetSessionRequest, target_pb2.TargetSession
             request = target_pb2.TargetSessionRequest(
                 stamp=self._session.next_round(grant), decode=target_pb2.Decode(num_tokens=grant)
             )
+            if not self.outstanding:
+                self._next_round = request.stamp.round
             self.outstanding += grant
             await self._write(request)
         verdict = await self._verdict(started)
@@ -153,6 +157,14 @@ class TargetLink(_Link[target_pb2.TargetSessionRequest, target_pb2.TargetSession
 
     async def _verdict(self, started: float) -> common_pb2.Verdict:
         verdict = (await self._answer("verdict")).verdict
+        while verdict.stamp.round < self._next_round:
+            log.info("stale verdict dropped", session=self._session.session_id, round=verdict.stamp.round)
+            verdict = (await self._answer("verdict")).verdict
+        if verdict.stamp.round != self._next_round:
+            raise OutOfSyncError(
+                f"{self._name} sent a verdict on round {verdict.stamp.round}, expected {self._next_round}"
+            )
+        self._next_round += 1
         self._stats.add_target(time.perf_counter() - started, verdict.timings)
         self.pass_s = (verdict.timings.model_us + verdict.timings.sampling_us) / 1e6
         return verdict
@@ -186,8 +198,9 @@ class DraftLink(_Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespo
         stats: Stats,
         handle: str,
         lease_ms: int,
+        deadline_s: float | None,
     ) -> None:
-        super().__init__(host.worker_id, host.stub.DraftSession(), session, stats)
+        super().__init__(host.worker_id, host.stub.DraftSession(timeout=deadline_s), session, stats)
         self.drafter = drafter
         self.gone = False
         self._lease_ms = lease_ms
@@ -251,6 +264,7 @@ class DraftLink(_Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespo
 
     def _ask(self, exchange: Coroutine[Any, Any, Response]) -> asyncio.Task[Response]:
         """Begin an exchange; its failure counts as seen even when nobody asks for the answer any more."""
+        self._asked = time.monotonic()
         pending = asyncio.create_task(exchange)
         pending.add_done_callback(lambda task: task.cancelled() or task.exception())
         return pending
@@ -263,6 +277,9 @@ class DraftLink(_Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespo
         """The outstanding answer once it is there, or None: late, or the worker is gone."""
         done, _ = await asyncio.wait({self._pending}, timeout=patience_s)
         if not done:
+            if time.monotonic() - self._asked > _LOST_AFTER_S:
+                log.warning("draft worker hangs", worker=self.worker_id, session=self._session.session_id)
+                self.cancel()
             return None
         error = self._pending.exception() if not self._pending.cancelled() else asyncio.CancelledError()
         if error is not None:

@@ -6,31 +6,46 @@ import secrets
 import uuid
 from dataclasses import dataclass, replace
 
+from coordinator.retry import digest_of
 from coordinator.text import TextCodec
 from protos.v1 import coordinator_pb2
 from splitspec.config import CoordinatorSettings
 from splitspec.errors import InvalidRequestError
 from splitspec.types import MAX_NUM_DRAFT_TOKENS, Sampling, Stop
 
+#: Begins the ids of sessions that belong to one request.
+_OF_REQUEST = "request/"
+
 
 @dataclass(frozen=True)
 class Request:
     """What one call of Generate asks for.
 
-    prompt: token ids, at least one. keep: the session outlives the request. sampling.seed is set.
-    num_draft_tokens: 0 decodes plainly. drafter: empty for the default one.
+    keep_kv: the session is the client's and outlives the request, on the workers too. keep_record_s: how
+    long its record stays, for the next request or for a retry. digest: of the content, for a retry.
+    sampling.seed is set. num_draft_tokens: 0 decodes plainly. drafter: empty for the default one.
     """
 
     request_id: str
     tenant: str
     session_id: str
-    keep: bool
-    prompt: tuple[int, ...]
+    keep_kv: bool
+    keep_record_s: float
+    digest: str
+    resume_offset: int
     sampling: Sampling
     stop: Stop
     num_draft_tokens: int
     drafter: str
     one_token_per_chunk: bool
+    token_ids: tuple[int, ...]
+    messages: tuple[coordinator_pb2.ChatMessage, ...]
+
+    def prompt(self, codec: TextCodec, before: list[int]) -> list[int]:
+        """The prompt's ids behind the session's tokens `before`; chat messages continue the conversation."""
+        if self.messages and before:
+            return codec.encode_turn(self.messages, before)
+        return list(self.token_ids)
 
     @classmethod
     def from_proto(
@@ -51,25 +66,35 @@ class Request:
             raise InvalidRequestError.of(
                 "speculation.num_draft_tokens", num_draft_tokens, f"0 to {MAX_NUM_DRAFT_TOKENS}"
             )
-        if message.resume_offset:
-            raise InvalidRequestError.of(
-                "resume_offset", message.resume_offset, "0: requests can't be resumed yet"
-            )
         return cls(
             request_id=message.request_id or uuid.uuid4().hex,
             tenant=message.tenant,
-            session_id=message.session_id or uuid.uuid4().hex,
-            keep=bool(message.session_id),
-            prompt=_prompt(message, codec),
+            session_id=_session_id(message),
+            keep_kv=bool(message.session_id),
+            keep_record_s=settings.session_keep_s if message.session_id or message.request_id else 0,
+            digest=digest_of(message),
+            resume_offset=message.resume_offset,
             sampling=sampling,
             stop=stop,
             num_draft_tokens=0 if speculation.disabled else num_draft_tokens,
             drafter=speculation.drafter,
             one_token_per_chunk=message.one_token_per_chunk,
+            token_ids=_token_ids(message, codec),
+            messages=tuple(message.chat.messages),
         )
 
 
-def _prompt(message: coordinator_pb2.GenerateRequest, codec: TextCodec) -> tuple[int, ...]:
+def _session_id(message: coordinator_pb2.GenerateRequest) -> str:
+    """The client's session, or one of the request's own, which a retry under the same id finds again."""
+    if message.session_id.startswith(_OF_REQUEST):
+        raise InvalidRequestError.of(
+            "session_id", message.session_id, f"no id that begins with {_OF_REQUEST}"
+        )
+    return message.session_id or _OF_REQUEST + (message.request_id or uuid.uuid4().hex)
+
+
+def _token_ids(message: coordinator_pb2.GenerateRequest, codec: TextCodec) -> tuple[int, ...]:
+    """The prompt's ids; of chat messages those that they have at the beginning of a session."""
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequestError.of("prompt", None, "one of text, chat, token_ids")

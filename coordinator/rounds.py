@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from coordinator.links import DraftLink, TargetLink
+from coordinator.drafting import Drafting
+from coordinator.links import TargetLink
 from coordinator.session import Session
 from coordinator.stats import Stats
 from coordinator.stopping import Emission, Stopper
@@ -21,7 +22,7 @@ from protos.v1 import common_pb2
 from splitspec.config import CoordinatorSettings
 
 #: After n misses in a row the draft worker is left out of the next 2**n - 1 rounds, up to this many.
-_LONGEST_PAUSE = 63
+_LONGEST_PAUSE = 64
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ class Block:
 
 @dataclass
 class Rounds:
-    """One request's loop over its two links. `draft` is None when nothing is to be drafted."""
+    """One request's loop over its two links. `drafting` is None when nothing is to be drafted."""
 
     session: Session
     target: TargetLink
-    draft: DraftLink | None
+    drafting: Drafting | None
     stopper: Stopper
     stats: Stats
     num_draft_tokens: int
@@ -64,28 +65,28 @@ class Rounds:
         """A proposal, or None for a plain round."""
         # A proposal of K tokens commits up to K + 1. K is fixed before anything is drawn.
         num_draft_tokens = min(self.num_draft_tokens, self.stopper.remaining - 1)
-        if not self._drafting or num_draft_tokens < 1 or self.target.outstanding:
+        if self.drafting is None or num_draft_tokens < 1:
             return None
-        if self._pause:
-            self._pause -= 1
-            self.stats.missed_rounds += 1
-            return None
-        assert self.draft is not None
-        proposal = await self.draft.propose(num_draft_tokens, self._num_accepted, self._patience_s)
-        if proposal is None:
-            self.stats.missed_rounds += 1
+        link = self.drafting.link
+        self._pause = max(0, self._pause - 1)
+        if link is not None and not self._pause and not self.target.outstanding:
+            proposal = await link.propose(num_draft_tokens, self._num_accepted, self._patience_s)
+            if proposal is not None:
+                self._misses = 0
+                return proposal if proposal.num_draft_tokens else None
             self._misses += 1
-            self._pause = min(2**self._misses - 1, _LONGEST_PAUSE)
-            return None
-        self._misses = 0
-        return proposal if proposal.num_draft_tokens else None
+            self._pause = min(2**self._misses, _LONGEST_PAUSE)
+        self.stats.missed_rounds += 1
+        return None
 
     async def _verify(self, proposal: common_pb2.Proposal | None) -> common_pb2.Verdict:
         """The target's verdict on the proposal, or its next plain token."""
         if proposal is not None:
             return await self.target.verify(proposal)
-        # With a draft worker at hand the next round may have a proposal: the target must stand still for it.
-        window = 1 if self._drafting and self.num_draft_tokens else self.settings.decode_window
+        # A proposal needs a target that stands still: run ahead only as far as surely none is made.
+        window = self.settings.decode_window
+        if self.drafting is not None and self.drafting.link is not None:
+            window = max(1, min(window, self._pause))
         return await self.target.decode(min(window, self.stopper.remaining))
 
     def _commit(self, verdict: common_pb2.Verdict) -> Block:
@@ -98,10 +99,6 @@ class Rounds:
         self._num_accepted = verdict.num_accepted
         origins = [*[common_pb2.TOKEN_ORIGIN_ACCEPTED] * verdict.num_accepted, verdict.next_origin]
         return Block(offset, emission, tuple(origins[: len(kept)]))
-
-    @property
-    def _drafting(self) -> bool:
-        return self.draft is not None and not self.draft.gone
 
     @property
     def _patience_s(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc
 
 from coordinator.generation import Generation
+from coordinator.ownership import Owner
 from coordinator.request import Request
 from coordinator.text import TextCodec
 from coordinator.workers import WorkerPool
@@ -22,6 +23,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._settings = settings
         self._registry = registry
         self._codec = codec
+        self._owner = Owner(registry, settings)
         self._workers = WorkerPool(registry, codec.vocabulary, settings.model, settings.drafter)
 
     async def Generate(  # type: ignore[override]  # reads and writes through the context
@@ -30,8 +32,9 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         context: grpc.aio.ServicerContext[coordinator_pb2.GenerateRequest, coordinator_pb2.GenerateResponse],
     ) -> None:
         checked = Request.from_proto(request, self._settings, self._codec)
+        deadline_s = context.time_remaining()
         await Generation(
-            checked, self._settings, self._registry, self._workers, self._codec, context.write
+            checked, self._settings, self._owner, self._workers, self._codec, context.write, deadline_s
         ).run()
 
     async def CloseSession(

@@ -37,6 +37,11 @@ class Emission:
     finish: FinishReason | None = None
     stop_string: str = ""
 
+    @property
+    def text_end(self) -> int:
+        """Characters of the output's text that are released after this block."""
+        return self.tokens[-1].text_end if self.tokens else 0
+
 
 class Stopper:
     """Finds the end of one generation in position order, however its tokens are cut into blocks.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from splitspec.vocabulary import Vocabulary
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _REPLACEMENT = "\ufffd"
+_KNOWN_ANSWER = "this is the answer"
 
 
 class ChatMessage(Protocol):
@@ -30,6 +32,12 @@ class ChatMessage(Protocol):
 
     @property
     def content(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class _Turn:
+    role: str
+    content: str
 
 
 class TextCodec:
@@ -65,6 +73,26 @@ class TextCodec:
                 "chat.messages", roles, "a prompt as text or token_ids: the model has no chat template"
             )
         return self._tokenizer.encode(self._template.render(messages), add_special_tokens=False).ids
+
+    def encode_turn(self, messages: Sequence[ChatMessage], before: Sequence[int]) -> list[int]:
+        """The ids that continue a conversation, behind the session's ids `before`.
+
+        What the template puts between an assistant's answer and the next message is taken from a
+        conversation with a known answer. The answer's end is left out when `before` already ends with it.
+        Raises InvalidRequestError as `encode_chat`, and when the template changes earlier messages.
+        """
+        if self._template is None:
+            return self.encode_chat(messages)
+        known = [_Turn("user", "question"), _Turn("assistant", _KNOWN_ANSWER)]
+        earlier = self._template.render(known, add_generation_prompt=False)
+        whole = self._template.render([*known, *messages])
+        end = earlier.rfind(_KNOWN_ANSWER) + len(_KNOWN_ANSWER)
+        if end < len(_KNOWN_ANSWER) or whole[:end] != earlier[:end]:
+            raise InvalidRequestError.of(
+                "chat.messages", "a turn", "a new session: the model's chat template can't be continued"
+            )
+        ids: list[int] = self._tokenizer.encode(whole[end:], add_special_tokens=False).ids
+        return ids[1:] if ids[:1] == list(before[-1:]) else ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids. Special tokens, and ids that have no token, are left out."""
@@ -154,8 +182,8 @@ class ChatTemplate:
                 f"expected a Jinja template"
             ) from error
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
-        """The conversation as text, with the beginning of the assistant's answer.
+    def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
+        """The conversation as text, with the beginning of the assistant's answer unless told otherwise.
 
         Raises InvalidRequestError when the template refuses the messages.
         """
@@ -168,7 +196,7 @@ class ChatTemplate:
                 messages=[{"role": message.role, "content": message.content} for message in messages],
                 tools=None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
             )
         except Exception as error:  # a template is a program: whatever it raises is about these messages
             raise InvalidRequestError.of(

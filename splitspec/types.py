@@ -34,6 +34,7 @@ class Origin(enum.Enum):
     CORRECTION = common_pb2.TOKEN_ORIGIN_CORRECTION
     BONUS = common_pb2.TOKEN_ORIGIN_BONUS
     PLAIN = common_pb2.TOKEN_ORIGIN_PLAIN
+    REPEATED = common_pb2.TOKEN_ORIGIN_REPEATED
 
 
 class FinishReason(enum.Enum):

@@ -113,7 +113,6 @@ class TargetSession:
             request.stamp, request.open.handle, request.open.tenant, worker.model.new_kv
         )
         self._lease_s = request.open.lease_ms / 1000
-        self._last: tuple[tuple[int, bytes], common_pb2.Verdict] | None = None
 
     async def open(self, request: target_pb2.TargetSessionRequest, timer: Timer) -> common_pb2.Opened:
         """Take over the committed tokens, and feed those but the last that the KV lacks, chunk by chunk."""
@@ -146,9 +145,9 @@ class TargetSession:
         held.check_epoch(stamp)
         held.check_epoch(proposal.stamp)
         key = (proposal.stamp.round, proposal.body)
-        if self._last is not None and self._last[0] == key:
+        if held.kept is not None and held.kept[0] == key:
             repeated = common_pb2.Verdict(repeated=True)
-            repeated.MergeFrom(self._last[1])
+            repeated.MergeFrom(held.kept[1])
             return repeated
         if (
             proposal.stamp.round <= held.round
@@ -171,7 +170,7 @@ class TargetSession:
             raise InvalidRequestError.of("proposal.num_draft_tokens", value, f"equal numbers, at most {most}")
         verdict = await self._verdict(proposal.stamp.round, draft, timer)
         verdict.num_one_hot = num_one_hot
-        self._last = (key, verdict)
+        held.kept = (key, verdict)
         return verdict
 
     async def decode(self, stamp: common_pb2.Stamp, num_tokens: int, context: Context) -> None:

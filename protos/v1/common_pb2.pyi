@@ -59,6 +59,8 @@ class _TokenOriginEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenOrig
     """Drawn from the target after all draft tokens were accepted."""
     TOKEN_ORIGIN_PLAIN: _TokenOrigin.ValueType  # 4
     """Drawn from the target without a proposal."""
+    TOKEN_ORIGIN_REPEATED: _TokenOrigin.ValueType  # 5
+    """Committed by an earlier attempt of the request, and sent again."""
 
 class TokenOrigin(_TokenOrigin, metaclass=_TokenOriginEnumTypeWrapper):
     """How a token came to be."""
@@ -73,6 +75,8 @@ TOKEN_ORIGIN_BONUS: TokenOrigin.ValueType  # 3
 """Drawn from the target after all draft tokens were accepted."""
 TOKEN_ORIGIN_PLAIN: TokenOrigin.ValueType  # 4
 """Drawn from the target without a proposal."""
+TOKEN_ORIGIN_REPEATED: TokenOrigin.ValueType  # 5
+"""Committed by an earlier attempt of the request, and sent again."""
 Global___TokenOrigin: _TypeAlias = TokenOrigin  # noqa: Y015
 
 @_typing.final
@@ -610,7 +614,7 @@ class Verdict(_message.Message):
     rule: Global___VerificationRule.ValueType
     """The rule that was used."""
     num_one_hot: _builtins.int
-    """Draft tokens verified as one-hot because their distribution was absent, broken or sealed for something else."""
+    """Draft tokens verified as one-hot because their distribution was lost, broken or sealed for something else."""
     repeated: _builtins.bool
     """The verdict had been given before and is repeated."""
     @_builtins.property

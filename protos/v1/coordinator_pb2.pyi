@@ -74,7 +74,9 @@ class GenerateRequest(_message.Message):
     RESUME_OFFSET_FIELD_NUMBER: _builtins.int
     ONE_TOKEN_PER_CHUNK_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Makes a retried call idempotent. Empty: the server makes one."""
+    """Makes a retried call idempotent: what an earlier attempt has committed is sent again, and the rest
+    follows. Empty: the server makes one.
+    """
     session_id: _builtins.str
     """Conversation to continue or begin. Empty: the session ends with the request."""
     tenant: _builtins.str
@@ -82,7 +84,7 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     """Text, tokenized as it is."""
     resume_offset: _builtins.int
-    """Number of this request's tokens that the client already has, for a call that resumes."""
+    """Number of this request's tokens that the client already has, for a retry under the same request_id."""
     one_token_per_chunk: _builtins.bool
     """Send one token in each chunk, for clients that assume it."""
     @_builtins.property
@@ -530,7 +532,7 @@ class AcceptanceStats(_message.Message):
     num_plain_steps: _builtins.int
     """Rounds without a proposal (plain tokens)."""
     num_one_hot_tokens: _builtins.int
-    """Draft tokens verified as one-hot because their distribution was absent, broken or sealed for something else."""
+    """Draft tokens verified as one-hot because their distribution was lost, broken or sealed for something else."""
     num_draft_missed_steps: _builtins.int
     """Of the plain rounds, those in which a proposal was wanted but the draft worker was absent, dead or slow."""
     @_builtins.property

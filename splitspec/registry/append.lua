@@ -1,5 +1,5 @@
 -- Appends tokens where the journal ends; a repeated call finds its own tokens there and succeeds.
--- KEYS: record, journal. ARGV: epoch, offset in tokens, tokens (4 bytes each).
+-- KEYS: record, journal. ARGV: epoch, offset in tokens, tokens (4 bytes each), last round number taken.
 -- Reply: {'ok'} | {'none'} | {'stale', epoch} | {'out_of_sync', journal length in tokens}.
 local record, journal = KEYS[1], KEYS[2]
 local refused = refusal(record, ARGV[1])
@@ -12,6 +12,9 @@ if start == length then
   redis.call('APPEND', journal, tokens)
 elseif start + #tokens > length or redis.call('GETRANGE', journal, start, start + #tokens - 1) ~= tokens then
   return {'out_of_sync', length / 4}
+end
+if tonumber(ARGV[4]) > tonumber(redis.call('HGET', record, 'round') or 0) then
+  redis.call('HSET', record, 'round', ARGV[4])
 end
 renew(record, journal, now_ms())
 return {'ok'}

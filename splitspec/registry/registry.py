@@ -56,13 +56,21 @@ class Registry:
         return _record(tenant, session_id, detail)
 
     async def append(
-        self, tenant: str, session_id: str, epoch: int, offset: int, token_ids: Sequence[int]
+        self,
+        tenant: str,
+        session_id: str,
+        epoch: int,
+        offset: int,
+        token_ids: Sequence[int],
+        round_number: int = 0,
     ) -> None:
         """Append committed tokens to the journal, whose length must be `offset`; renews the lease.
 
-        A repeated call succeeds. Raises OutOfSyncError when the journal has another length.
+        round_number: the last round taken, so that an owner who follows a crash repeats none of the rounds
+        that the tokens come from. A repeated call succeeds. Raises OutOfSyncError when the journal has
+        another length.
         """
-        args = (offset, _to_bytes(token_ids))
+        args = (offset, _to_bytes(token_ids), round_number)
         outcome, *detail = await self._fenced("append", tenant, session_id, epoch, *args)
         if outcome == b"out_of_sync":
             raise OutOfSyncError(

@@ -121,3 +121,11 @@ async def test_a_request_that_ended_can_not_write_any_more(
     with pytest.raises(StaleError):
         await call_as_owner(registry, call, epoch)
     assert contents(client) == before
+
+
+async def test_an_append_stores_the_round_that_a_later_owner_goes_on_from(registry: Registry) -> None:
+    record = await registry.open_session("t", "s", "a", 50)
+    await registry.append("t", "s", record.epoch, 0, [1, 2], 7)
+    await registry.append("t", "s", record.epoch, 2, [3], 6)
+    await asyncio.sleep(0.06)
+    assert (await registry.open_session("t", "s", "b", 50)).round_number == 7

@@ -1,0 +1,192 @@
+"""What a round costs through gRPC, beside the same round in one process.
+
+    .venv/bin/python benchmarks/rounds.py [--quick] [--model DIR]
+
+For each K, one request through three processes and the same rounds in this process take turns: the same
+drafter (layer_skip, so that a real q crosses the wire), target, parameters, prompt and number of rounds.
+A round's time through gRPC is the gap between two chunks. Two target models: the demo model, and a tiny
+random one with the same vocabulary, whose short passes let the overhead stand out from their noise.
+
+The last line is JSON: `overhead_ms_p50` (gRPC round less in-process round, tiny model, median over K of
+medians over repetitions), `overhead_ratio` (gRPC round / in-process round, demo model, likewise), and
+`bytes_per_drafted_token` (a serialised Proposal / K, at the largest K).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from common import machine, save_result  # benchmarks/common.py
+
+from draft_worker.drafters import DrafterSpec, build_drafter
+from draft_worker.drafters.base import Drafter
+from protos.v1 import common_pb2
+from splitspec.cli.stack import Stack
+from splitspec.client import AsyncClient
+from splitspec.engine.causal_lm import CausalLM
+from splitspec.model_thread import Timer
+from splitspec.models import fetch_demo_model
+from splitspec.sampling.randomness import CounterNoise
+from splitspec.tokens import TokenLog
+from splitspec.types import Sampling
+from splitspec.wire import Draft
+from target_worker.verifier import verify
+
+PROMPT = list(range(1000, 1064))
+SAMPLING = Sampling(temperature=0.7, seed=11)
+DTYPE = "bfloat16"
+
+
+def tiny_model(directory: Path, demo: Path) -> Path:
+    """A random Llama of 4 small layers with the demo model's tokenizer."""
+    import shutil
+
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+    )
+    model: torch.nn.Module = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo / name, directory / name)
+    return directory
+
+
+class OneProcess:
+    """Drafter and target in this process, called as the two workers call them."""
+
+    def __init__(self, model: Path) -> None:
+        self._target = CausalLM.load(model, name=str(model), dtype=DTYPE, device="cpu")
+        spec = DrafterSpec.parse(f"layer_skip={model}")
+        self._drafter: Drafter = build_drafter(spec, dtype=DTYPE, device="cpu")
+        self.bytes_per_token = 0.0
+
+    def rounds(self, k: int, max_tokens: int) -> list[float]:
+        """Milliseconds of each round of one request; the prompt is fed before."""
+        tokens = TokenLog(PROMPT)
+        kv = self._target.new_kv()
+        self._target.forward(kv, PROMPT[:-1], 0)
+        state = self._drafter.open()
+        self._drafter.feed(state, tokens)
+        took = []
+        round_number = 0
+        while len(tokens) - len(PROMPT) < max_tokens:
+            started = time.perf_counter()
+            round_number += 1
+            remaining = max_tokens - (len(tokens) - len(PROMPT))
+            draft = Draft.certain(())
+            if min(k, remaining - 1) > 0:
+                noise = CounterNoise(SAMPLING.seed or 0, round_number)
+                draft = self._drafter.propose(state, tokens, min(k, remaining - 1), SAMPLING, noise)
+            outcome = verify(
+                self._target, kv, tokens[-1], draft, SAMPLING, SAMPLING.rule, round_number, Timer()
+            )
+            tokens.extend([*draft.token_ids[: outcome.num_accepted], outcome.next_token])
+            took.append((time.perf_counter() - started) * 1e3)
+            if len(draft.token_ids) == k:
+                proposal = common_pb2.Proposal(body=draft.encode(0), num_draft_tokens=k)
+                self.bytes_per_token = proposal.ByteSize() / k
+        self._drafter.close(state)
+        return took[1:]
+
+
+async def service_rounds(client: AsyncClient, k: int, max_tokens: int) -> tuple[list[float], float]:
+    """Milliseconds of each round of one request, and of a round's part that no worker accounts for."""
+    generation = client.generate(
+        PROMPT,
+        temperature=SAMPLING.temperature,
+        seed=SAMPLING.seed,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        num_draft_tokens=k,
+        drafter="layer_skip",
+    )
+    arrivals = [time.perf_counter() async for _ in generation]
+    gaps = [(b - a) * 1e3 for a, b in zip(arrivals, arrivals[1:], strict=False)]
+    timings = generation.finished.timings
+    outside = (timings.draft_wire_us + timings.target_wire_us) / 1e3 / len(arrivals)
+    return gaps, outside
+
+
+async def measure(
+    model: Path, ks: list[int], repetitions: int, max_tokens: int
+) -> dict[int, dict[str, float]]:
+    """For each K: medians over the repetitions of both rounds, their difference and their ratio."""
+    here = OneProcess(model)
+    rows: dict[int, list[tuple[float, float, float]]] = {k: [] for k in ks}
+    patient = ["--draft-patience", "1000", "--draft-timeout-s", "30"]
+    async with (
+        Stack(
+            model=str(model), drafters=[f"layer_skip={model}"], dtype=DTYPE, coordinator_args=patient
+        ) as stack,
+        AsyncClient(stack.address) as client,
+    ):
+        for repetition in range(repetitions + 1):
+            for k in ks:
+                gaps, outside = await service_rounds(client, k, max_tokens)
+                one = here.rounds(k, max_tokens)
+                if repetition:  # the first one warms up
+                    rows[k].append((statistics.median(gaps), statistics.median(one), outside))
+    table = {}
+    for k, values in rows.items():
+        table[k] = {
+            "grpc_ms": statistics.median(v[0] for v in values),
+            "one_process_ms": statistics.median(v[1] for v in values),
+            "overhead_ms": statistics.median(v[0] - v[1] for v in values),
+            "ratio": statistics.median(v[0] / v[1] for v in values),
+            "wire_ms": statistics.median(v[2] for v in values),
+        }
+    table[max(ks)]["bytes_per_drafted_token"] = here.bytes_per_token
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions, two values of K")
+    parser.add_argument("--model", type=Path, help="model directory instead of the demo model")
+    arguments = parser.parse_args()
+    ks = [1, 4] if arguments.quick else [0, 1, 4, 8]
+    repetitions = 3 if arguments.quick else 9
+    demo = fetch_demo_model()
+    tables = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for name, model, max_tokens in (
+            ("demo", arguments.model or demo, 24),
+            ("tiny", tiny_model(Path(directory), demo), 64),
+        ):
+            tables[name] = asyncio.run(measure(model, ks, repetitions, max_tokens))
+            print(f"\n{name} model, {DTYPE}, ms per round (medians of {repetitions})")
+            print(f"{'K':>3} {'gRPC':>9} {'one process':>12} {'difference':>11} {'ratio':>7} {'wire':>7}")
+            for k, row in tables[name].items():
+                print(
+                    f"{k:>3} {row['grpc_ms']:>9.2f} {row['one_process_ms']:>12.2f} {row['overhead_ms']:>11.2f} "
+                    f"{row['ratio']:>7.3f} {row['wire_ms']:>7.2f}"
+                )
+    summary = {
+        "overhead_ms_p50": round(statistics.median(row["overhead_ms"] for row in tables["tiny"].values()), 3),
+        "overhead_ratio": round(statistics.median(row["ratio"] for row in tables["demo"].values()), 4),
+        "bytes_per_drafted_token": round(tables["demo"][max(ks)]["bytes_per_drafted_token"], 1),
+    }
+    save_result("rounds", {"machine": machine(), "summary": summary, "tables": tables}, quick=arguments.quick)
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()

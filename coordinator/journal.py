@@ -1,0 +1,124 @@
+"""The session's journal in Redis, written beside the rounds."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from coordinator.session import Session
+from splitspec.errors import NotFoundError, SplitspecError, UnavailableError
+from splitspec.registry import Registry
+
+log = structlog.get_logger()
+
+#: An acknowledgement takes well under a millisecond. After this long a chunk goes out without it.
+_PATIENCE_S = 0.25
+_RETRY_S = 0.1
+
+
+class Journal:
+    """Appends the session's committed tokens as they come. Use as an async context manager.
+
+    With Redis away, tokens wait here and are appended when it is back; a Redis that has lost the session
+    gets it again. A refusal, when another coordinator owns the session, is raised by `acknowledged`.
+    """
+
+    def __init__(self, registry: Registry, session: Session, owner: str, lease_s: float) -> None:
+        """The session's tokens at this point are those that the journal holds."""
+        self._registry = registry
+        self._session = session
+        self._owner = owner
+        self._lease_ms = round(lease_s * 1000)
+        self._length = len(session.tokens)
+        self._away = False
+        self._refusal: SplitspecError | None = None
+        self._wake = asyncio.Event()
+        self._changed = asyncio.Condition()
+
+    async def __aenter__(self) -> Self:
+        self._writing = asyncio.create_task(self._write())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writing.cancel()
+
+    @property
+    def complete(self) -> bool:
+        """Everything that was committed is in the journal."""
+        return self._length == len(self._session.tokens)
+
+    async def acknowledged(self, length: int, patience_s: float = _PATIENCE_S) -> bool:
+        """Whether the session's first `length` tokens are in the journal.
+
+        Waits for it, but not longer than the patience, and not at all while Redis is known to be away.
+        Raises StaleError when another coordinator owns the session.
+        """
+        self._wake.set()
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait_for(lambda: self._decided(length)), patience_s)
+            except TimeoutError:
+                self._away = True
+        if self._refusal is not None:
+            raise self._refusal
+        return self._length >= length
+
+    async def flush(self, limit_s: float) -> bool:
+        """Wait until the journal is complete; False when it isn't within the limit. Raises StaleError."""
+        deadline = asyncio.get_running_loop().time() + limit_s
+        while not self.complete and asyncio.get_running_loop().time() < deadline:
+            self._away = False
+            await self.acknowledged(len(self._session.tokens), _RETRY_S)
+        return self.complete
+
+    def _decided(self, length: int) -> bool:
+        return self._length >= length or self._away or self._refusal is not None
+
+    async def _write(self) -> None:
+        """Append what is committed whenever there is more, until the session is refused."""
+        while self._refusal is None:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._refusal is None and not self.complete:
+                await self._append()
+                async with self._changed:
+                    self._changed.notify_all()
+
+    async def _append(self) -> None:
+        session, start = self._session, self._length
+        tokens = session.tokens[start:]
+        key = (session.tenant, session.session_id, session.epoch)
+        try:
+            await self._registry.append(*key, start, tokens, session.round)
+        except NotFoundError:
+            log.warning("Redis has lost the session, which is written again", session=session.session_id)
+            await self._restore()
+        except UnavailableError as error:
+            if not self._away:
+                log.warning("journal behind", session=session.session_id, error=str(error))
+            self._away = True
+            await asyncio.sleep(_RETRY_S)
+        except SplitspecError as error:
+            self._refusal = error
+        else:
+            self._length, self._away = start + len(tokens), False
+
+    async def _restore(self) -> None:
+        session = self._session
+        tokens = list(session.tokens)
+        try:
+            await self._registry.restore(
+                session.tenant, session.session_id, session.epoch, self._owner, self._lease_ms, tokens
+            )
+        except UnavailableError:
+            self._away = True
+            await asyncio.sleep(_RETRY_S)
+        except SplitspecError as error:
+            self._refusal = error
+        else:
+            self._length, self._away = len(tokens), False

@@ -1,0 +1,130 @@
+"""A session while this coordinator owns it: its lease, its journal, and what is left when it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import structlog
+
+from coordinator.journal import Journal
+from coordinator.session import Session
+from splitspec.config import CoordinatorSettings
+from splitspec.errors import SplitspecError, UnavailableError
+from splitspec.registry import Registry, SessionRecord, WorkerHandle
+from splitspec.tokens import TokenLog
+from splitspec.types import Sampling
+
+log = structlog.get_logger()
+
+
+@dataclass(eq=False)
+class Ownership:
+    """One epoch of a session. `record`: the session as it was found. `keep_s`: how long it stays afterwards.
+
+    target, draft: who will hold its KV afterwards. note: the request's note for a retry (coordinator.retry).
+    """
+
+    session: Session
+    record: SessionRecord
+    journal: Journal
+    registry: Registry
+    keep_s: float
+    target: WorkerHandle | None = None
+    draft: WorkerHandle | None = None
+    note: bytes = b""
+
+    async def save_note(self) -> None:
+        """Store the request's note, so that a retry finds it. Raises UnavailableError, StaleError."""
+        session = self.session
+        if self.keep_s:
+            await self.registry.save_request(session.tenant, session.session_id, session.epoch, self.note)
+
+    async def leave(self) -> None:
+        """Store what the next owner needs and give the session up. Raises UnavailableError."""
+        session = self.session
+        key = (session.tenant, session.session_id, session.epoch)
+        if self.keep_s:
+            await self.registry.save(
+                *key,
+                target=self.target,
+                draft=self.draft,
+                revision=session.revision,
+                round_number=session.round,
+            )
+            await self.save_note()
+        await self.registry.end(*key, round(self.keep_s * 1000))
+
+
+class Owner:
+    """Opens sessions for this coordinator, and repairs the records of those that Redis missed the end of."""
+
+    def __init__(self, registry: Registry, settings: CoordinatorSettings) -> None:
+        self._registry = registry
+        self._lease_s = settings.session_lease_s
+        self._repair_s = settings.session_keep_s
+        self._repairs: set[asyncio.Task[None]] = set()
+
+    @contextlib.asynccontextmanager
+    async def own(
+        self, tenant: str, session_id: str, sampling: Sampling, keep_s: float
+    ) -> AsyncIterator[Ownership]:
+        """The session under a new epoch until the block ends.
+
+        Raises SessionBusyError while another request runs on it, UnavailableError without Redis.
+        """
+        # Unique to the request, so that a repeated call isn't taken for another request's.
+        owner = uuid.uuid4().hex
+        record = await self._registry.open_session(tenant, session_id, owner, round(self._lease_s * 1000))
+        session = Session(
+            tenant,
+            session_id,
+            record.epoch,
+            sampling,
+            TokenLog(record.token_ids),
+            record.round_number,
+            record.revision,
+        )
+        async with contextlib.AsyncExitStack() as stack:
+            journal = await stack.enter_async_context(Journal(self._registry, session, owner, self._lease_s))
+            renewing = asyncio.create_task(self._renew(session))
+            stack.callback(renewing.cancel)
+            owned = Ownership(session, record, journal, self._registry, keep_s)
+            try:
+                yield owned
+            finally:
+                try:
+                    await owned.leave()
+                except UnavailableError as error:
+                    log.warning("session not left yet", session=session_id, error=str(error))
+                    if keep_s:
+                        self._repair_later(owned, stack.pop_all())
+                except SplitspecError as error:  # another coordinator owns it by now
+                    log.info("session not left", session=session_id, error=str(error))
+
+    def _repair_later(self, owned: Ownership, held: contextlib.AsyncExitStack) -> None:
+        """Go on with journal and lease until Redis is back, or the session would have ended anyway."""
+
+        async def repair() -> None:
+            async with held:
+                try:
+                    if await owned.journal.flush(self._repair_s):
+                        await owned.leave()
+                        log.info("session repaired", session=owned.session.session_id)
+                except SplitspecError as error:
+                    log.warning("session not repaired", session=owned.session.session_id, error=str(error))
+
+        task = asyncio.create_task(repair())
+        self._repairs.add(task)
+        task.add_done_callback(self._repairs.discard)
+
+    async def _renew(self, session: Session) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            try:
+                await self._registry.renew(session.tenant, session.session_id, session.epoch)
+            except SplitspecError as error:
+                log.warning("lease not renewed", session=session.session_id, error=str(error))

@@ -1,0 +1,65 @@
+"""What a session's record notes of its last request, so that a retried one goes on where it was."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+from protos.v1 import coordinator_pb2
+from splitspec.errors import InvalidRequestError
+
+
+@dataclass(frozen=True)
+class Note:
+    """One request on a session.
+
+    digest: of the request's content. start: committed tokens before its prompt. seed: of its randomness.
+    num_prompt: tokens of the prompt. finished: its last message once it has ended, else empty.
+    """
+
+    request_id: str
+    digest: str
+    start: int
+    seed: int
+    num_prompt: int = 0
+    finished: str = ""
+
+    @classmethod
+    def decode(cls, stored: bytes) -> Note | None:
+        return cls(**json.loads(stored)) if stored else None
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    def of_same_request(self, request_id: str, digest: str) -> bool:
+        """Whether this is the note of the request. Raises InvalidRequestError for another under its id."""
+        if self.request_id != request_id:
+            return False
+        if self.digest != digest:
+            raise InvalidRequestError.of("request_id", request_id, "a new id: another request had this one")
+        return True
+
+    @property
+    def prompt_end(self) -> int:
+        """Committed tokens before the request's output."""
+        return self.start + self.num_prompt
+
+    @property
+    def last_message(self) -> coordinator_pb2.Finished | None:
+        if not self.finished:
+            return None
+        return coordinator_pb2.Finished.FromString(base64.b64decode(self.finished))
+
+
+def digest_of(message: coordinator_pb2.GenerateRequest) -> str:
+    """Hash of what a request asks for, wherever it resumes."""
+    content = coordinator_pb2.GenerateRequest()
+    content.CopyFrom(message)
+    content.ClearField("resume_offset")
+    return hashlib.sha256(content.SerializeToString(deterministic=True)).hexdigest()
+
+
+def encode_finished(finished: coordinator_pb2.Finished) -> str:
+    return base64.b64encode(finished.SerializeToString()).decode()

@@ -1,0 +1,63 @@
+"""The whole service as real processes with a real Redis, once for all tests that leave it whole."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from protos.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from splitspec.cli.stack import Stack
+
+#: Layers of the demo model that the cheap layer_skip of these tests leaves out.
+SKIPPED = "+".join(str(layer) for layer in range(4, 27))
+
+
+def drafters(model: Path) -> list[str]:
+    """One drafter of each kind; `model` is the target itself, so that it is nearly always right."""
+    return ["lookup", f"layer_skip={model},skip={SKIPPED}", f"model={model}"]
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def stack(demo_model: Path) -> AsyncIterator[Stack]:
+    """Three processes in float32 with all drafters, which are always waited for."""
+    async with Stack(
+        model=str(demo_model),
+        drafters=drafters(demo_model),
+        dtype="float32",
+        target_args=["--threads", "1"],
+        draft_args=["--threads", "1"],
+        coordinator_args=["--draft-patience", "100", "--draft-timeout-s", "30"],
+    ) as running:
+        yield running
+
+
+async def target_load(stack: Stack) -> common_pb2.WorkerLoad:
+    async with grpc.aio.insecure_channel(stack.target.address) as channel:
+        stub = target_pb2_grpc.TargetWorkerServiceStub(channel)
+        return (await stub.Describe(target_pb2.TargetWorkerServiceDescribeRequest())).load
+
+
+async def draft_load(stack: Stack) -> common_pb2.WorkerLoad:
+    async with grpc.aio.insecure_channel(stack.draft.address) as channel:
+        stub = draft_pb2_grpc.DraftWorkerServiceStub(channel)
+        return (await stub.Describe(draft_pb2.DraftWorkerServiceDescribeRequest())).load
+
+
+async def loads(stack: Stack) -> list[common_pb2.WorkerLoad]:
+    return [await target_load(stack), await draft_load(stack)]
+
+
+async def settle(check: Callable[[], Awaitable[bool]], limit_s: float) -> float:
+    """Wait until the awaitable that `check` returns is true; the seconds it took. Fails at the limit."""
+    started = time.monotonic()
+    while not await check():
+        if time.monotonic() - started > limit_s:
+            pytest.fail(f"not settled within {limit_s} s")
+        await asyncio.sleep(0.02)
+    return time.monotonic() - started

@@ -1,0 +1,197 @@
+"""Bad requests: one clear sentence each, the right status, and only the request itself ends."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from protos.v1 import common_pb2, coordinator_pb2, coordinator_pb2_grpc, target_pb2, target_pb2_grpc
+from splitspec.cli.stack import Stack
+from splitspec.errors import InvalidRequestError, NotFoundError, SplitspecError, from_rpc_error
+from tests.integration.conftest import loads
+
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session")]
+
+Request = coordinator_pb2.GenerateRequest
+Sampling = common_pb2.SamplingParams
+Speculation = coordinator_pb2.SpeculationOptions
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def stub(stack: Stack) -> AsyncIterator[coordinator_pb2_grpc.CoordinatorServiceAsyncStub]:
+    async with grpc.aio.insecure_channel(stack.address) as channel:
+        yield coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+
+
+CASES: dict[str, tuple[Request, type[SplitspecError], str, str]] = {
+    "temperature": (
+        Request(text="hi", sampling=Sampling(temperature=-1)),
+        InvalidRequestError,
+        "sampling.temperature",
+        r"sampling.temperature is -1.0, expected a finite number, at least 0",
+    ),
+    "top_p": (
+        Request(text="hi", sampling=Sampling(top_p=0)),
+        InvalidRequestError,
+        "sampling.top_p",
+        r"sampling.top_p is 0.0, expected a number above 0 and at most 1",
+    ),
+    "max_tokens": (
+        Request(text="hi", stop=coordinator_pb2.StopConditions(max_tokens=0)),
+        InvalidRequestError,
+        "stop.max_tokens",
+        r"stop.max_tokens is 0, expected at least 1",
+    ),
+    "stop string": (
+        Request(text="hi", stop=coordinator_pb2.StopConditions(stop_strings=[""])),
+        InvalidRequestError,
+        "stop.stop_strings",
+        r"stop.stop_strings is \[''\], expected no empty string",
+    ),
+    "no prompt": (
+        Request(),
+        InvalidRequestError,
+        "prompt",
+        r"prompt is None, expected one of text, chat, token_ids",
+    ),
+    "empty text": (
+        Request(text=""),
+        InvalidRequestError,
+        "text",
+        r"text is '', expected a prompt of at least one",
+    ),
+    "empty ids": (
+        Request(token_ids=coordinator_pb2.TokenPrompt()),
+        InvalidRequestError,
+        "token_ids",
+        r"token_ids is '', expected a prompt of at least one",
+    ),
+    "empty chat": (
+        Request(chat=coordinator_pb2.ChatPrompt()),
+        InvalidRequestError,
+        "chat.messages",
+        r"chat.messages is \[\], expected at least one message",
+    ),
+    "id outside": (
+        Request(token_ids=coordinator_pb2.TokenPrompt(ids=[5, 49152])),
+        InvalidRequestError,
+        "token_ids",
+        r"token_ids is 49152, expected ids below 49152",
+    ),
+    "too long": (
+        Request(token_ids=coordinator_pb2.TokenPrompt(ids=[5] * 8192)),
+        InvalidRequestError,
+        "prompt",
+        r"prompt is '8192 tokens', expected at most 8191, as the context is 8192",
+    ),
+    "K": (
+        Request(text="hi", speculation=Speculation(num_draft_tokens=17)),
+        InvalidRequestError,
+        "speculation.num_draft_tokens",
+        r"speculation.num_draft_tokens is 17, expected 0 to 16",
+    ),
+    "drafter": (
+        Request(text="hi", speculation=Speculation(drafter="crystal_ball")),
+        NotFoundError,
+        "speculation.drafter",
+        r"speculation.drafter is 'crystal_ball', expected one of: layer_skip, lookup, model",
+    ),
+    "resume": (
+        Request(text="hi", resume_offset=3),
+        InvalidRequestError,
+        "resume_offset",
+        r"resume_offset is 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_bad_request(
+    stub: coordinator_pb2_grpc.CoordinatorServiceAsyncStub, stack: Stack, name: str
+) -> None:
+    request, kind, field, sentence = CASES[name]
+    good = stub.Generate(Request(text="Once", stop=coordinator_pb2.StopConditions(max_tokens=6)))
+    events = aiter(good)
+    assert (await anext(events)).HasField("started")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Generate(request).read()
+    error = from_rpc_error(caught.value)
+    assert type(error) is kind
+    assert error.field == field
+    assert re.match(sentence, error.message), error.message
+    # The request beside it goes on to its end.
+    assert [event async for event in events][-1].HasField("finished")
+    assert all(load.handles == 0 for load in await loads(stack))
+
+
+async def test_message_over_the_limit(
+    stub: coordinator_pb2_grpc.CoordinatorServiceAsyncStub, stack: Stack
+) -> None:
+    async with grpc.aio.insecure_channel(stack.address) as channel:  # without our own limit
+        unbounded = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await unbounded.Generate(Request(text="x" * 5_000_000)).read()
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "larger than max (5000" in (caught.value.details() or "")
+
+
+def target_requests(epoch: int, *messages: Any) -> list[target_pb2.TargetSessionRequest]:
+    """An Open of three tokens, and what follows it."""
+    from splitspec.tokens import TokenLog
+
+    log = TokenLog([5, 6, 7])
+    stamp = common_pb2.Stamp(
+        session_id="raw", epoch=epoch, base_length=3, prefix_hash=log.prefix_hash(), round=0
+    )
+    open_ = common_pb2.Open(
+        token_ids=list(log),
+        sampling=Sampling(temperature=0, seed=1),
+        rule=common_pb2.VERIFICATION_RULE_GREEDY,
+    )
+    requests = [target_pb2.TargetSessionRequest(stamp=stamp, open=open_)]
+    for round_number, message in enumerate(messages, start=1):
+        stamp = common_pb2.Stamp()
+        stamp.CopyFrom(requests[0].stamp)
+        stamp.round = round_number
+        requests.append(target_pb2.TargetSessionRequest(stamp=stamp, **message))
+    return requests
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "sentence"),
+    [
+        (
+            {"decode": target_pb2.Decode(num_tokens=0)},
+            "INVALID_ARGUMENT",
+            "decode.num_tokens is 0, expected 1 to",
+        ),
+        ({}, "INVALID_ARGUMENT", "message is None, expected open, verify, decode or close"),
+        (
+            {"verify": target_pb2.Verify(proposal=common_pb2.Proposal())},
+            "ABORTED",
+            "epoch 0 of session  is not the current one",
+        ),
+    ],
+)
+async def test_bad_message_ends_its_own_stream(
+    stack: Stack, message: dict[str, Any], code: str, sentence: str
+) -> None:
+    async with grpc.aio.insecure_channel(stack.target.address) as channel:
+        stub = target_pb2_grpc.TargetWorkerServiceStub(channel)
+        call = stub.TargetSession()
+        opening, bad = target_requests(1, message)
+        await call.write(opening)
+        opened = await call.read()
+        assert isinstance(opened, target_pb2.TargetSessionResponse)
+        assert opened.opened.length == 3
+        await call.write(bad)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert caught.value.code().name == code
+    assert sentence in (caught.value.details() or "")
+    assert all(load.handles == 0 for load in await loads(stack))
