@@ -324,4 +324,4 @@ def _shown(value: object) -> str:
     """A value as people read it."""
     if isinstance(value, tuple):
         return " ".join(redacted(str(item)) for item in value)
-    return redacted(str(value))
+    return redacted(str(value)) or '""'

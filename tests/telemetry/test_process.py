@@ -40,6 +40,11 @@ def scrape(port: int) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
 
+def flushing() -> list[threading.Thread]:
+    """Flushes that were left behind."""
+    return [thread for thread in threading.enumerate() if thread.name == "telemetry-flush"]
+
+
 def test_otlp_receiver_gets_spans_and_every_metric(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,7 +73,7 @@ def test_shutdown_does_not_wait_for_a_collector_that_hangs(
         telemetry.tracing.request(None).end()
     assert (receiver.spans, receiver.metrics) == ({}, {})
     receiver.answering.set()
-    (flush,) = [thread for thread in threading.enumerate() if thread.name == "telemetry-flush"]
+    (flush,) = flushing()
     flush.join()
     assert set(receiver.spans) == {"request"}
 
@@ -137,6 +142,7 @@ def test_prometheus_shows_counts_levels_and_times(free_port: int) -> None:
     assert not any('position="2"' in name for name in after)
     with pytest.raises(OSError, match="refused"):
         scrape(free_port)
+    assert flushing() == []
 
 
 def test_a_taken_port_is_named(free_port: int, trace_file: Path) -> None:

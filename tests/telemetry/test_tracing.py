@@ -17,6 +17,7 @@ from opentelemetry.trace import Tracer
 from protos.v1 import common_pb2
 from splitspec.errors import UnavailableError
 from splitspec.telemetry import NO_SPAN, Telemetry, names
+from splitspec.telemetry.process import _append_only
 from splitspec.telemetry.reading import SpanRecord, read_spans
 from splitspec.telemetry.tracing import Tracing
 from tests.telemetry.conftest import settings
@@ -107,19 +108,15 @@ def test_parents_are_right_across_three_processes_that_share_a_file(trace_file: 
     assert not any(span.failed for span in spans.values())
 
 
-def test_processes_that_write_at_once_never_tear_a_line(trace_file: Path) -> None:
-    program = f"""
-from splitspec.config import ServerSettings
-from splitspec.telemetry import Telemetry, names
-with Telemetry.start(ServerSettings(trace_file={str(trace_file)!r}), "s", "i") as telemetry:
-    for _ in range(1500):
-        with telemetry.tracing.request(None) as span:
-            span.set({{names.REQUEST_ID: "x" * 100}})
-"""
-    children = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(3)]
-    assert [child.wait(timeout=60) for child in children] == [0, 0, 0]
-    spans = read_spans(trace_file)
-    assert len(spans) == len({span.span_id for span in spans}) == 4500
+def test_lines_of_processes_that_share_a_file_stay_whole(trace_file: Path) -> None:
+    """Nothing of a line waits in a buffer, where another process's line could come between."""
+    lines = [
+        f"{number}{'x' * length}\n" for number, length in enumerate([10, 9_000, 100, 300_000, 8_191, 10])
+    ]
+    with _append_only(str(trace_file)) as one, _append_only(str(trace_file)) as other:
+        for number, line in enumerate(lines):
+            (one, other)[number % 2].write(line)
+            assert trace_file.read_text() == "".join(lines[: number + 1])
 
 
 def test_tracestate_travels_with_the_context(tracer: Tracer) -> None:
