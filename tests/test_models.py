@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter, TokenType
-from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -29,6 +29,16 @@ def cache(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     if request.node.get_closest_marker("model") is None:
         monkeypatch.setenv("SPLITSPEC_CACHE_DIR", str(tmp_path / "cache"))
     return models.cache_root()
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
+    """The directory that a tiny GGUF file becomes, and the model that was written into the file."""
+    directory = tmp_path_factory.mktemp("converted")
+    reference = write_gguf(directory / "tiny.gguf")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPLITSPEC_CACHE_DIR", str(directory / "cache"))
+        return models.resolve_model(str(directory / "tiny.gguf")), reference
 
 
 def refused(name: str) -> str:
@@ -85,32 +95,26 @@ def test_no_torch_before_a_conversion(tmp_path: Path) -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "False"
 
 
-def test_a_gguf_becomes_a_directory_of_the_same_model(tmp_path: Path, cache: Path) -> None:
-    gguf = tmp_path / "tiny.gguf"
-    reference = write_gguf(gguf)
-    directory = models.resolve_model(str(gguf))
-
+def test_a_gguf_becomes_a_directory_of_the_same_model(converted: tuple[Path, torch.nn.Module]) -> None:
+    directory, reference = converted
+    cache = directory.parent.parent
     assert directory.parent == cache / "models"
     assert [path.name for path in cache.iterdir()] == ["models"]
     assert "quantization_config" not in json.loads((directory / "config.json").read_text())
     assert "<|im_start|>" in (directory / "chat_template.jinja").read_text()
     assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == 2
-    converted = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     token_ids = torch.tensor([[5, 77, 130, 200, 7]])
     with torch.inference_mode():
-        assert torch.equal(converted(token_ids).logits, reference(token_ids).logits)
+        assert torch.equal(model(token_ids).logits, reference(token_ids).logits)
 
-    vocabulary = Vocabulary.load(directory)
-    assert vocabulary.size == len(tokens())
+
+def test_a_gguf_keeps_its_ids(converted: tuple[Path, torch.nn.Module]) -> None:
+    vocabulary = Vocabulary.load(converted[0])
     assert [vocabulary.tokenizer.id_to_token(i) for i in range(vocabulary.size)] == tokens()
-
-
-def test_digits_stand_alone_when_the_gguf_says_so(tmp_path: Path) -> None:
-    gguf = tmp_path / "tiny.gguf"
-    write_gguf(gguf)
-    tokenizer = Tokenizer.from_file(str(models.resolve_model(str(gguf)) / "tokenizer.json"))
-    two_spaces = "ĠĠ"
-    assert tokenizer.encode("a  12<|im_end|>").tokens == ["a", two_spaces, "1", "2", "<|im_end|>"]
+    # The file says that digits stand alone, so the two spaces before them do not split.
+    encoded = vocabulary.tokenizer.encode("a  12<|im_end|>")
+    assert encoded.tokens == ["a", "ĠĠ", "1", "2", "<|im_end|>"]
 
 
 def test_a_gguf_is_converted_once_and_again_when_it_changes(
@@ -131,24 +135,23 @@ def test_a_gguf_is_converted_once_and_again_when_it_changes(
 
 
 def test_a_conversion_that_another_process_finishes_first(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache: Path, converted: tuple[Path, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gguf = tmp_path / "tiny.gguf"
     write_gguf(gguf)
     destination = cache / "models" / "tiny"
-    write_directory = models._write_directory
+    run = models._run
 
-    def write_while_another_finishes(source: Path, directory: Path) -> None:
-        write_directory(source, directory)
-        monkeypatch.setattr(models, "_write_directory", write_directory)
-        models._convert(gguf, destination, "tiny")
-        assert (destination / "model.safetensors").is_file()
+    def run_while_another_finishes(module: str, *arguments: object) -> str:
+        shutil.copytree(converted[0], destination)
+        (destination / "README").write_text("the other's")
+        return run(module, *arguments)
 
-    monkeypatch.setattr(models, "_write_directory", write_while_another_finishes)
+    monkeypatch.setattr(models, "_run", run_while_another_finishes)
     models._convert(gguf, destination, "tiny")
     assert [path.name for path in cache.iterdir()] == ["models"]
     assert [path.name for path in destination.parent.iterdir()] == ["tiny"]
-    assert (destination / "model.safetensors").is_file()
+    assert (destination / "README").is_file()
 
 
 def test_a_broken_gguf_is_refused_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:

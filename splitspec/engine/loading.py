@@ -46,6 +46,12 @@ def parse_device(name: str) -> torch.device:
     return device
 
 
+def count_layers(directory: Path, name: str) -> int:
+    """Decoder layers of a checkpoint, without loading it. Raises ConfigError naming `model`."""
+    count: int = _config(directory, name).get_text_config(decoder=True).num_hidden_layers
+    return count
+
+
 def load_library_model(
     directory: Path, name: str, dtype: torch.dtype, device: torch.device, keep_layers: Sequence[int] | None
 ) -> PreTrainedModel:
@@ -55,10 +61,7 @@ def load_library_model(
     rewound, or that takes no cache; for missing or broken weights; and for a layer that doesn't exist.
     """
     library_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise _wrong(name, "a model with a readable config.json", error) from error
+    config = _config(directory, name)
     if config.is_encoder_decoder or (kinds := unrewindable(config)):
         what = "an encoder" if config.is_encoder_decoder else ", ".join(kinds)
         raise _wrong(name, f"a model whose KV can be rewound ({config.model_type} has {what})")
@@ -86,6 +89,13 @@ def load_library_model(
         _keep_layers(model, name, keep_layers)
     loaded: PreTrainedModel = model.to(device).eval()
     return loaded
+
+
+def _config(directory: Path, name: str) -> Any:
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise _wrong(name, "a model with a readable config.json", error) from error
 
 
 def _keep_layers(model: PreTrainedModel, name: str, keep_layers: Sequence[int]) -> None:
