@@ -11,7 +11,7 @@ from coordinator.text import TextCodec
 from coordinator.workers import WorkerPool
 from protos.v1 import coordinator_pb2, coordinator_pb2_grpc
 from splitspec.config import CoordinatorSettings
-from splitspec.errors import InvalidRequestError
+from splitspec.errors import InvalidRequestError, OverloadedError
 from splitspec.registry import Registry
 from splitspec.types import MAX_MESSAGE_BYTES, MAX_NUM_DRAFT_TOKENS, PROTOCOL_VERSION, Rule
 
@@ -23,6 +23,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._settings = settings
         self._registry = registry
         self._codec = codec
+        self._running = 0
         self._owner = Owner(registry, settings)
         self._workers = WorkerPool(registry, codec.vocabulary, settings.model, settings.drafter)
 
@@ -31,11 +32,21 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         request: coordinator_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[coordinator_pb2.GenerateRequest, coordinator_pb2.GenerateResponse],
     ) -> None:
+        if self._running >= self._settings.max_requests:
+            raise OverloadedError(
+                f"all {self._running} requests that this coordinator runs at once are taken; try again",
+                retry_after_s=1.0,
+            )
         checked = Request.from_proto(request, self._settings, self._codec)
         deadline_s = context.time_remaining()
-        await Generation(
+        generation = Generation(
             checked, self._settings, self._owner, self._workers, self._codec, context.write, deadline_s
-        ).run()
+        )
+        self._running += 1
+        try:
+            await generation.run()
+        finally:
+            self._running -= 1
 
     async def CloseSession(
         self,

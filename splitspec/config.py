@@ -127,6 +127,7 @@ class CoordinatorSettings(ServerSettings):
     num_draft_tokens: int = Field(
         4, ge=0, le=MAX_NUM_DRAFT_TOKENS, description="Proposal length of requests that give none."
     )
+    max_requests: int = Field(256, ge=1, description="Requests that may run at once.")
     max_tokens: int = Field(4096, ge=1, description="Most tokens that one request may generate.")
     decode_window: int = Field(
         3, ge=1, description="Plain tokens that the target may run ahead of the coordinator."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from splitspec.config import ServerSettings
-from splitspec.errors import ConfigError, SplitspecError, to_status
+from splitspec.errors import ConfigError, SplitspecError, UnavailableError, to_status
 from splitspec.types import MAX_MESSAGE_BYTES
 
 log = structlog.get_logger()
@@ -39,6 +39,11 @@ _SERVER_OPTIONS = [
 ]
 
 
+#: What a call that is handed back gets to end in good order.
+_HAND_BACK_S = 2.0
+_RETRY_AFTER_S = 0.5
+
+
 class Server:
     """One process's server. Use as an async context manager; `port` is known inside it.
 
@@ -50,7 +55,9 @@ class Server:
     ) -> None:
         self._settings = settings
         self._services = services
-        self._server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[ErrorInterceptor()])
+        self._leaving = asyncio.Event()
+        guard = Guard(self._leaving)
+        self._server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[guard])
         self._health = HealthServicer()
         add(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -85,9 +92,12 @@ class Server:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Not ready first, then running streams get the grace time, then everything is cancelled."""
+        """Not ready first; then calls that run get the grace time; what is left is handed back."""
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        await self._server.stop(self._settings.shutdown_grace_s if error is None else 0)
+        grace_s = self._settings.shutdown_grace_s if error is None else 0
+        hand_back = asyncio.get_running_loop().call_later(grace_s, self._leaving.set)
+        await self._server.stop(grace_s + _HAND_BACK_S)
+        hand_back.cancel()
 
     async def set_ready(self) -> None:
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
@@ -106,11 +116,15 @@ async def wait_for_signal() -> None:
     await stop.wait()
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps what a handler raises to a status: our errors by their table, anything else to INTERNAL.
+class Guard(grpc.aio.ServerInterceptor):
+    """Around every call: errors become a status, and a server that leaves hands the call back.
 
-    An error ends its own call only.
+    Our errors have their table, anything else is INTERNAL; an error ends its own call only. A call that
+    is handed back ends with UnavailableError, and its client goes on elsewhere.
     """
+
+    def __init__(self, leaving: asyncio.Event) -> None:
+        self._leaving = leaving
 
     async def intercept_service(
         self,
@@ -122,18 +136,33 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             inner = getattr(handler, kind, None)
             # Ours are all coroutines that read and write through the context; the library's may differ.
             if asyncio.iscoroutinefunction(inner):
-                handler = handler._replace(**{kind: _guarded(inner, handler_call_details.method)})
+                handler = handler._replace(**{kind: self._guarded(inner, handler_call_details.method)})
         return handler  # type: ignore[no-any-return]
 
+    def _guarded(self, inner: Callable[..., Coroutine[Any, Any, Any]], method: str) -> Callable[..., Any]:
+        async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            try:
+                return await self._until_leaving(inner(request, context))
+            except Exception as error:
+                await _abort(error, method, context)
 
-def _guarded(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        return guarded
+
+    async def _until_leaving(self, call: Coroutine[Any, Any, Any]) -> Any:
+        work = asyncio.create_task(call)
+        leaving = asyncio.create_task(self._leaving.wait())
         try:
-            return await inner(request, context)
-        except Exception as error:
-            await _abort(error, method, context)
-
-    return guarded
+            await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            raise UnavailableError(
+                "this server is stopping: send the request again, and another one goes on with it",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        finally:
+            leaving.cancel()
+            if work.cancel():
+                await asyncio.wait({work})
 
 
 async def _abort(error: Exception, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
