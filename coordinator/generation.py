@@ -145,8 +145,9 @@ class Generation:
                 return None
             same = held is not None and (held.worker_id, held.drafter) == (host.worker_id, drafter)
             handle = held.handle if held is not None and same else ""
+            known = len(owned.record.token_ids)
             return DraftLink(
-                host, drafter, owned.session, self.stats, handle, self._keep_kv_ms, self.deadline_s
+                host, drafter, owned.session, self.stats, handle, known, self._keep_kv_ms, self.deadline_s
             )
 
         drafting = Drafting(connect, await connect(owned.record.draft), self.settings.draft_retry_s)
@@ -176,7 +177,7 @@ class Generation:
             links.callback(target.cancel)
             try:
                 handle = held.handle if held and held.worker_id == host.worker_id else ""
-                return target, await target.open(handle, self._keep_kv_ms)
+                return target, await target.open(handle, len(owned.record.token_ids), self._keep_kv_ms)
             except UnavailableError as error:
                 log.warning("target worker unavailable", worker=host.worker_id, error=str(error))
                 failure = error

@@ -66,12 +66,13 @@ class _Link(Generic[Q, A]):
     def _name(self) -> str:
         return f"{self.role} worker {self.worker_id}"
 
-    def _open(self, handle: str, start: int, lease_ms: int, drafter: str = "") -> common_pb2.Open:
+    def _open(self, handle: str, start: int, end: int, lease_ms: int, drafter: str = "") -> common_pb2.Open:
+        """An Open that brings the session's tokens from `start` up to `end`."""
         sampling = self._session.sampling
         return common_pb2.Open(
             handle=handle,
             start=start,
-            token_ids=self._session.tokens[start:],
+            token_ids=self._session.tokens[start:end],
             sampling=sampling.to_proto(),
             rule=sampling.rule.value,
             tenant=self._session.tenant,
@@ -102,20 +103,22 @@ class TargetLink(_Link[target_pb2.TargetSessionRequest, target_pb2.TargetSession
         #: Seconds of the target's last pass.
         self.pass_s: float | None = None
 
-    async def open(self, handle: str, lease_ms: int) -> common_pb2.Opened:
-        """Bring the session's tokens to the worker; all of them when it no longer holds the handle."""
+    async def open(self, handle: str, held: int, lease_ms: int) -> common_pb2.Opened:
+        """Bring the session's tokens to the worker.
+
+        held: leading tokens that it should have under `handle`; what it lacks of them is sent too.
+        """
         started = time.perf_counter()
-        start = len(self._session.tokens) - 1 if handle else 0
+        start, total = held if handle else 0, len(self._session.tokens)
         while True:
-            message = self._open(handle, start, lease_ms)
+            message = self._open(handle, start, total, lease_ms)
             await self._write(target_pb2.TargetSessionRequest(stamp=self._session.stamp(), open=message))
             opened = (await self._answer("opened")).opened
             self.handle = handle = opened.handle
-            if opened.length == len(self._session.tokens):
+            if opened.length == total:
                 self._stats.open_s += time.perf_counter() - started
                 return opened
-            if start == 0:
-                total = len(self._session.tokens)
+            if opened.length >= start:
                 raise OutOfSyncError(f"{self._name} took {opened.length} of {total} tokens")
             start = opened.length
 
@@ -197,6 +200,7 @@ class DraftLink(_Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespo
         session: Session,
         stats: Stats,
         handle: str,
+        held: int,
         lease_ms: int,
         deadline_s: float | None,
     ) -> None:
@@ -204,24 +208,24 @@ class DraftLink(_Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespo
         self.drafter = drafter
         self.gone = False
         self._lease_ms = lease_ms
-        self._sent = len(session.tokens) - 1 if handle else 0
+        self._sent = 0
         self._opened = False
-        self._pending = self._ask(self._start(handle))
+        self._pending = self._ask(self._start(handle, held))
 
-    async def _start(self, handle: str) -> draft_pb2.DraftSessionResponse:
+    async def _start(self, handle: str, held: int) -> Response:
         """Open the session; the answer is taken by `_settle` like any other."""
-        opening = self._session.stamp()
-        message = self._open(handle, self._sent, self._lease_ms, self.drafter)
-        await self._write(draft_pb2.DraftSessionRequest(stamp=opening, open=message))
-        response = await self._read()
-        if response.opened.length < opening.base_length and self._sent > 0:
-            message.start, message.handle = 0, response.opened.handle
-            message.ClearField("token_ids")
-            message.token_ids.extend(self._session.tokens[: opening.base_length])
-            await self._write(draft_pb2.DraftSessionRequest(stamp=opening, open=message))
+        stamp, start = self._session.stamp(), held if handle else 0
+        while True:
+            message = self._open(handle, start, stamp.base_length, self._lease_ms, self.drafter)
+            await self._write(draft_pb2.DraftSessionRequest(stamp=stamp, open=message))
             response = await self._read()
-        self._sent = response.opened.length
-        return response
+            handle, length = response.opened.handle, response.opened.length
+            if length == stamp.base_length:
+                self._sent = length
+                return response
+            if length >= start:
+                raise OutOfSyncError(f"{self._name} took {length} of {stamp.base_length} tokens")
+            start = length
 
     async def propose(
         self, num_draft_tokens: int, num_accepted: int, patience_s: float

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +16,14 @@ from splitspec.handles import HandleStore, Held, receive_open
 from splitspec.model_thread import ModelThread, Timer
 from splitspec.sampling.randomness import CounterNoise
 from splitspec.serving import EOF
+from splitspec.telemetry import Telemetry, names
+from splitspec.telemetry.worker import Watch
 from splitspec.types import MAX_MESSAGE_BYTES, MAX_NUM_DRAFT_TOKENS, PROTOCOL_VERSION, Sampling
 from splitspec.wire import seal
 
 log = structlog.get_logger()
 Context = grpc.aio.ServicerContext[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionResponse]
+_SPANS = {"open": names.DRAFT_OPEN, "propose": names.DRAFT_PROPOSE}
 
 
 @dataclass(eq=False)
@@ -35,18 +37,27 @@ class Drafting:
 class DraftWorker(draft_pb2_grpc.DraftWorkerServiceServicer):
     """Serves one or more drafters, by name. Sessions share the model thread; each has its own state."""
 
-    def __init__(self, drafters: Mapping[str, Drafter], *, max_sessions: int, prompt_chunk: int) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        drafters: Mapping[str, Drafter],
+        telemetry: Telemetry,
+        *,
+        max_sessions: int,
+        prompt_chunk: int,
+    ) -> None:
+        self.worker_id = worker_id
         self.drafters = drafters
         self.thread = ModelThread()
         self.prompt_chunk = prompt_chunk
         self.handles: HandleStore[Drafting] = HandleStore(max_sessions)
-        self.worker_id = f"draft-{uuid.uuid4().hex[:12]}"
         self._max_sessions = max_sessions
+        self._watch = Watch(telemetry, worker_id, _SPANS)
+        telemetry.metrics.watch_load(self._load)
 
     def describe(self) -> draft_pb2.DraftWorkerServiceDescribeResponse:
         """The handshake, also written to the worker directory."""
         self.handles.reap()
-        held = [session.state for session in self.handles.held]
         return draft_pb2.DraftWorkerServiceDescribeResponse(
             protocol_version=PROTOCOL_VERSION,
             worker_id=self.worker_id,
@@ -56,12 +67,17 @@ class DraftWorker(draft_pb2_grpc.DraftWorkerServiceServicer):
                 max_num_draft_tokens=MAX_NUM_DRAFT_TOKENS,
                 max_message_bytes=MAX_MESSAGE_BYTES,
             ),
-            load=common_pb2.WorkerLoad(
-                live_sessions=self.handles.num_attached,
-                handles=len(held),
-                kv_tokens=sum(drafting.drafter.held_tokens(drafting.state) for drafting in held),
-                kv_bytes=sum(drafting.drafter.held_bytes(drafting.state) for drafting in held),
-            ),
+            load=self._load(),
+        )
+
+    def _load(self) -> common_pb2.WorkerLoad:
+        """What is held at the moment; reads only, so that the metrics' thread may ask, too."""
+        held = [session.state for session in self.handles.held]
+        return common_pb2.WorkerLoad(
+            live_sessions=self.handles.num_attached,
+            handles=len(held),
+            kv_tokens=sum(drafting.drafter.held_tokens(drafting.state) for drafting in held),
+            kv_bytes=sum(drafting.drafter.held_bytes(drafting.state) for drafting in held),
         )
 
     async def Describe(
@@ -89,24 +105,27 @@ class DraftWorker(draft_pb2_grpc.DraftWorkerServiceServicer):
             while (request := await context.read()) is not EOF:
                 timer = Timer()
                 kind = request.WhichOneof("message")
-                if kind == "open":
-                    session = session or DraftSession(self, request)
-                    opened = await session.open(request, timer)
-                    await context.write(draft_pb2.DraftSessionResponse(opened=opened))
-                elif session is None:
-                    raise InvalidRequestError.of("message", kind, "open first")
-                elif kind == "propose":
-                    proposal = await session.propose(request, timer)
-                    if proposal is not None:
-                        await context.write(draft_pb2.DraftSessionResponse(proposal=proposal))
-                elif kind == "close":
-                    length = session.close(request)
-                    await context.write(
-                        draft_pb2.DraftSessionResponse(closed=common_pb2.Closed(length=length))
-                    )
-                    return
-                else:
-                    raise InvalidRequestError.of("message", kind, "open, propose or close")
+                with self._watch.message(request) as work:
+                    if kind == "open":
+                        session = session or DraftSession(self, request)
+                        opened = await session.open(request, timer)
+                        work.opened(opened)
+                        await context.write(draft_pb2.DraftSessionResponse(opened=opened))
+                    elif session is None:
+                        raise InvalidRequestError.of("message", kind, "open first")
+                    elif kind == "propose":
+                        proposal = await session.propose(request, timer)
+                        work.proposed(proposal)
+                        if proposal is not None:
+                            await context.write(draft_pb2.DraftSessionResponse(proposal=proposal))
+                    elif kind == "close":
+                        length = session.close(request)
+                        await context.write(
+                            draft_pb2.DraftSessionResponse(closed=common_pb2.Closed(length=length))
+                        )
+                        return
+                    else:
+                        raise InvalidRequestError.of("message", kind, "open, propose or close")
         finally:
             if session is not None:
                 session.detach()
@@ -145,7 +164,7 @@ class DraftSession:
             raise InvalidRequestError.of("open.sampling.seed", None, "the request's seed")
         same = receive_open(held, request.stamp, request.open, self._vocabulary_size)
         if same is None:
-            return common_pb2.Opened(handle=held.handle, length=0, timings=timer.to_proto())
+            return common_pb2.Opened(handle=held.handle, length=len(held.tokens), timings=timer.to_proto())
         cached = min(same, drafting.drafter.held_tokens(drafting.state))
         fed = cached
         while fed < len(held.tokens):

@@ -172,8 +172,9 @@ def receive_open(
 ) -> int | None:
     """Take over the committed tokens of an Open.
 
-    Returns how many leading tokens are the same as before (so that their KV may stay), or None when
-    tokens before `start` are missing: then nothing of them is held, and the coordinator must send all.
+    Returns how many leading tokens are the same as before, so that their KV may stay. Or None when the
+    tokens before `start` aren't held: then nothing is taken over, `held` keeps those that it has (none if
+    they turned out to be different), and the coordinator sends the others.
     Raises InvalidRequestError for ids outside the vocabulary or lengths that don't add up.
     """
     if message.start + len(message.token_ids) != stamp.base_length:
@@ -185,10 +186,11 @@ def receive_open(
     for token in message.token_ids:
         if token >= vocabulary_size:
             raise InvalidRequestError.of("open.token_ids", token, f"an id below {vocabulary_size}")
+    if len(held.tokens) < message.start:
+        return None
     tokens = TokenLog(held.tokens[: message.start])
-    known = len(tokens)
     tokens.extend(message.token_ids)
-    if known < message.start or tokens.prefix_hash() != stamp.prefix_hash:
+    if tokens.prefix_hash() != stamp.prefix_hash:
         if message.start == 0:
             raise InvalidRequestError.of(
                 "stamp.prefix_hash", stamp.prefix_hash, f"{tokens.prefix_hash()} for these ids"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-
 import grpc
 import structlog
 
@@ -14,29 +12,41 @@ from splitspec.errors import InvalidRequestError
 from splitspec.handles import HandleStore, Held, receive_open
 from splitspec.model_thread import ModelThread, Timer
 from splitspec.serving import EOF
+from splitspec.telemetry import Telemetry, names
+from splitspec.telemetry.worker import Watch, Work
 from splitspec.types import MAX_MESSAGE_BYTES, MAX_NUM_DRAFT_TOKENS, PROTOCOL_VERSION, Rule, Sampling
 from splitspec.wire import Draft, seal
 from target_worker.verifier import verify
 
 log = structlog.get_logger()
 Context = grpc.aio.ServicerContext[target_pb2.TargetSessionRequest, target_pb2.TargetSessionResponse]
+_SPANS = {"open": names.TARGET_OPEN, "verify": names.TARGET_VERIFY, "decode": names.TARGET_DECODE}
 
 
 class TargetWorker(target_pb2_grpc.TargetWorkerServiceServicer):
     """Serves one target model. Sessions share the model thread; each has its own KV."""
 
-    def __init__(self, model: CausalLM, *, max_sessions: int, prompt_chunk: int) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        model: CausalLM,
+        telemetry: Telemetry,
+        *,
+        max_sessions: int,
+        prompt_chunk: int,
+    ) -> None:
+        self.worker_id = worker_id
         self.model = model
         self.thread = ModelThread()
         self.prompt_chunk = prompt_chunk
         self.handles: HandleStore[KV] = HandleStore(max_sessions)
-        self.worker_id = f"target-{uuid.uuid4().hex[:12]}"
         self._max_sessions = max_sessions
+        self._watch = Watch(telemetry, worker_id, _SPANS)
+        telemetry.metrics.watch_load(self._load)
 
     def describe(self) -> target_pb2.TargetWorkerServiceDescribeResponse:
         """The handshake, also written to the worker directory."""
         self.handles.reap()
-        held = self.handles.held
         return target_pb2.TargetWorkerServiceDescribeResponse(
             protocol_version=PROTOCOL_VERSION,
             worker_id=self.worker_id,
@@ -47,12 +57,17 @@ class TargetWorker(target_pb2_grpc.TargetWorkerServiceServicer):
                 max_num_draft_tokens=MAX_NUM_DRAFT_TOKENS,
                 max_message_bytes=MAX_MESSAGE_BYTES,
             ),
-            load=common_pb2.WorkerLoad(
-                live_sessions=self.handles.num_attached,
-                handles=len(held),
-                kv_tokens=sum(session.state.length for session in held),
-                kv_bytes=sum(self.model.kv_bytes(session.state) for session in held),
-            ),
+            load=self._load(),
+        )
+
+    def _load(self) -> common_pb2.WorkerLoad:
+        """What is held at the moment; reads only, so that the metrics' thread may ask, too."""
+        held = self.handles.held
+        return common_pb2.WorkerLoad(
+            live_sessions=self.handles.num_attached,
+            handles=len(held),
+            kv_tokens=sum(session.state.length for session in held),
+            kv_bytes=sum(self.model.kv_bytes(session.state) for session in held),
         )
 
     async def Describe(
@@ -80,25 +95,29 @@ class TargetWorker(target_pb2_grpc.TargetWorkerServiceServicer):
             while (request := await context.read()) is not EOF:
                 timer = Timer()
                 kind = request.WhichOneof("message")
-                if kind == "open":
-                    session = session or TargetSession(self, request)
-                    await context.write(_opened(await session.open(request, timer)))
-                elif session is None:
-                    raise InvalidRequestError.of("message", kind, "open first")
-                elif kind == "verify":
-                    verdict = await session.verify(request.stamp, request.verify.proposal, timer)
-                    if verdict is not None:
-                        await context.write(target_pb2.TargetSessionResponse(verdict=verdict))
-                elif kind == "decode":
-                    await session.decode(request.stamp, request.decode.num_tokens, context)
-                elif kind == "close":
-                    length = session.close(request)
-                    await context.write(
-                        target_pb2.TargetSessionResponse(closed=common_pb2.Closed(length=length))
-                    )
-                    return
-                else:
-                    raise InvalidRequestError.of("message", kind, "open, verify, decode or close")
+                with self._watch.message(request) as work:
+                    if kind == "open":
+                        session = session or TargetSession(self, request)
+                        opened = await session.open(request, timer)
+                        work.opened(opened)
+                        await context.write(target_pb2.TargetSessionResponse(opened=opened))
+                    elif session is None:
+                        raise InvalidRequestError.of("message", kind, "open first")
+                    elif kind == "verify":
+                        verdict = await session.verify(request.stamp, request.verify.proposal, timer)
+                        work.verified(verdict)
+                        if verdict is not None:
+                            await context.write(target_pb2.TargetSessionResponse(verdict=verdict))
+                    elif kind == "decode":
+                        await session.decode(request.stamp, request.decode.num_tokens, context, work)
+                    elif kind == "close":
+                        length = session.close(request)
+                        await context.write(
+                            target_pb2.TargetSessionResponse(closed=common_pb2.Closed(length=length))
+                        )
+                        return
+                    else:
+                        raise InvalidRequestError.of("message", kind, "open, verify, decode or close")
         finally:
             if session is not None:
                 session.detach()
@@ -125,10 +144,12 @@ class TargetSession:
                 "open.token_ids", f"{stamp.base_length} tokens", f"1 to {model.info.max_context - 1} tokens"
             )
         same = receive_open(held, stamp, request.open, model.info.vocabulary_size)
-        kept = min(same or 0, held.state.length, max(len(held.tokens) - 1, 0))
+        kept = min(
+            len(held.tokens) if same is None else same, held.state.length, max(len(held.tokens) - 1, 0)
+        )
         await self._run(lambda: model.truncate(held.state, kept), timer)
         if same is None:
-            return common_pb2.Opened(handle=held.handle, length=0, timings=timer.to_proto())
+            return common_pb2.Opened(handle=held.handle, length=len(held.tokens), timings=timer.to_proto())
         while (fed := held.state.length) < len(held.tokens) - 1:
             chunk = held.tokens[fed : min(fed + self._worker.prompt_chunk, len(held.tokens) - 1)]
             await self._run(lambda chunk=chunk: model.forward(held.state, chunk, num_rows=0), timer)
@@ -173,20 +194,23 @@ class TargetSession:
         held.kept = (key, verdict)
         return verdict
 
-    async def decode(self, stamp: common_pb2.Stamp, num_tokens: int, context: Context) -> None:
+    async def decode(self, stamp: common_pb2.Stamp, num_tokens: int, context: Context, work: Work) -> None:
         """One verdict for each plain token; token j is round stamp.round + j."""
         held = self._held
         held.check_epoch(stamp)
         if stamp.round <= held.round:
             log.info("stale decode dropped", session=held.session_id, round=stamp.round)
+            work.dropped()
             return
         room = self._worker.model.info.max_context - len(held.tokens)
         if not 1 <= num_tokens <= room:
             raise InvalidRequestError.of(
                 "decode.num_tokens", num_tokens, f"1 to {room}, what the context leaves"
             )
+        work.granted(num_tokens)
         for round_number in range(stamp.round, stamp.round + num_tokens):
             verdict = await self._verdict(round_number, Draft.certain(()), Timer())
+            work.decoded(verdict)
             await context.write(target_pb2.TargetSessionResponse(verdict=verdict))
 
     def close(self, request: target_pb2.TargetSessionRequest) -> int:
@@ -254,7 +278,3 @@ def _rule(message: common_pb2.Open, sampling: Sampling) -> Rule:
     if sampling.seed is None:
         raise InvalidRequestError.of("open.sampling.seed", None, "the request's seed")
     return rule
-
-
-def _opened(opened: common_pb2.Opened) -> target_pb2.TargetSessionResponse:
-    return target_pb2.TargetSessionResponse(opened=opened)
