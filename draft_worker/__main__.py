@@ -8,15 +8,22 @@ from draft_worker.drafters import DrafterSpec, build_drafter
 from draft_worker.servicer import DraftWorker
 from protos.v1 import draft_pb2, draft_pb2_grpc
 from splitspec.config import DraftSettings
-from splitspec.process import registered, run_process, serve_until_signal
+from splitspec.process import registered, run_process, serve_until_signal, telemetry, unique_id
 from splitspec.registry import Registry, WorkerEntry
 from splitspec.serving import Server
+from splitspec.telemetry import Telemetry
 
 log = structlog.get_logger()
 SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftWorkerService"].full_name
 
 
 async def main(settings: DraftSettings) -> None:
+    worker_id = unique_id("draft")
+    async with telemetry(settings, "draft", worker_id) as started:
+        await serve(settings, worker_id, started)
+
+
+async def serve(settings: DraftSettings, worker_id: str, telemetry: Telemetry) -> None:
     if settings.threads:
         import torch
 
@@ -28,7 +35,9 @@ async def main(settings: DraftSettings) -> None:
     ]
     log.info("drafters loaded", drafters=[drafter.info.name for drafter in drafters])
     worker = DraftWorker(
+        worker_id,
         {drafter.info.name: drafter for drafter in drafters},
+        telemetry,
         max_sessions=settings.max_sessions,
         prompt_chunk=settings.prompt_chunk,
     )
@@ -40,7 +49,7 @@ async def main(settings: DraftSettings) -> None:
 
         def entry() -> WorkerEntry:
             description = worker.describe().SerializeToString()
-            return WorkerEntry("draft", worker.worker_id, server.address, description)
+            return WorkerEntry("draft", worker_id, server.address, description)
 
         async with registered(registry, entry, settings.directory_lease_s):
             await serve_until_signal(server, settings)

@@ -109,7 +109,7 @@ class DraftWorker(draft_pb2_grpc.DraftWorkerServiceServicer):
                     if kind == "open":
                         session = session or DraftSession(self, request)
                         opened = await session.open(request, timer)
-                        work.opened(opened)
+                        work.opened(opened, request.stamp.base_length)
                         await context.write(draft_pb2.DraftSessionResponse(opened=opened))
                     elif session is None:
                         raise InvalidRequestError.of("message", kind, "open first")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import sys
+import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -16,6 +17,7 @@ from splitspec.config import ServerSettings, load_settings
 from splitspec.errors import SplitspecError
 from splitspec.registry import Registry, WorkerEntry
 from splitspec.serving import Server, wait_for_signal
+from splitspec.telemetry import Telemetry
 
 log = structlog.get_logger()
 S = TypeVar("S", bound=ServerSettings)
@@ -34,6 +36,26 @@ def run_process(settings_class: type[S], main: Callable[[S], Coroutine[Any, Any,
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
     sys.exit(0)
+
+
+def unique_id(role: str) -> str:
+    """An id of this running process, in the directory and in its telemetry."""
+    return f"{role}-{uuid.uuid4().hex[:12]}"
+
+
+@contextlib.asynccontextmanager
+async def telemetry(
+    settings: ServerSettings, role: str, instance_id: str, slow_round_s: float = 0.0
+) -> AsyncIterator[Telemetry]:
+    """The process's telemetry while the block runs; flushed at its end, beside the loop.
+
+    Raises ConfigError as Telemetry.start does.
+    """
+    started = Telemetry.start(settings, f"splitspec-{role}", instance_id, slow_round_s)
+    try:
+        yield started
+    finally:
+        await asyncio.to_thread(started.shutdown)
 
 
 async def serve_until_signal(server: Server, settings: ServerSettings) -> None:

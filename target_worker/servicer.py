@@ -99,7 +99,7 @@ class TargetWorker(target_pb2_grpc.TargetWorkerServiceServicer):
                     if kind == "open":
                         session = session or TargetSession(self, request)
                         opened = await session.open(request, timer)
-                        work.opened(opened)
+                        work.opened(opened, request.stamp.base_length)
                         await context.write(target_pb2.TargetSessionResponse(opened=opened))
                     elif session is None:
                         raise InvalidRequestError.of("message", kind, "open first")

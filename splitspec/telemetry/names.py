@@ -130,8 +130,17 @@ REQUEST = SpanName(
     ),
     kind=SpanKind.SERVER,
 )
+READ = SpanName(
+    "read", ("request",), "checking the request and making token ids of its prompt", (ERROR_TYPE,)
+)
 ADMIT = SpanName(
-    "admit", ("request",), "taking the session over in Redis and choosing workers", (ERROR_TYPE,)
+    "admit", ("request",), "taking the session over in Redis, and noting the request in it", (ERROR_TYPE,)
+)
+CHOOSE = SpanName(
+    "choose",
+    ("request",),
+    "finding a worker in the directory; with new ones, their handshake",
+    (ROLE, ERROR_TYPE),
 )
 OPEN = SpanName(
     "open",
@@ -171,12 +180,17 @@ DECODE = SpanName(
 COMMIT = SpanName("commit", ("round",), "the final cut of the verdict's tokens", (NUM_TOKENS, ERROR_TYPE))
 DELIVER = SpanName(
     "deliver",
-    ("round",),
-    "journal and client; runs beside the next round, so it may end after its parent",
+    ("round", "request"),
+    "journal and client, beside the next round; of a retried request's earlier tokens before any round",
     (NUM_TOKENS, DURABLE, ERROR_TYPE),
 )
-JOURNAL = SpanName("journal", ("request", "deliver"), "an append in Redis", (NUM_TOKENS, ERROR_TYPE))
-CLOSE = SpanName("close", ("request",), "leaving the workers, and noting who holds the KV", (ERROR_TYPE,))
+JOURNAL = SpanName(
+    "journal", ("request", "deliver"), "waiting until Redis has the prompt, or the tokens", (ERROR_TYPE,)
+)
+CLOSE = SpanName(
+    "close", ("request",), "leaving the workers, which keep the KV of the client's session", (ERROR_TYPE,)
+)
+LEAVE = SpanName("leave", ("request",), "giving the session up in Redis", (ERROR_TYPE,))
 
 # Spans of the workers; the parent comes in the message.
 DRAFT_OPEN = SpanName(
@@ -243,7 +257,7 @@ REQUEST_DURATION = Metric(
     "gen_ai.server.request.duration",
     Kind.HISTOGRAM,
     "s",
-    "Time of a request, from its arrival to its last event; its count is the number of requests.",
+    "Time of a request, from its arrival to its end; its count is the number of requests.",
     _REQUEST_ATTRIBUTES,
     (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
 )
