@@ -123,6 +123,8 @@ async def _play_scene(console: Console, client: AsyncClient, scene: Scene) -> Pl
         columns.append(speculative)
         second = await _generate(client, scene, speculative, speculate=True, changed=live.refresh)
         live.refresh()
+    if not console.is_terminal:
+        console.line()  # which Live only ends on a terminal
     return Played(scene.name, first, second)
 
 
@@ -144,7 +146,7 @@ def show_scene(console: Console, number: int, scene: Scene) -> None:
     """The scene's heading, and the beginning of its prompt."""
     console.print()
     console.print(Line(Text(f"{number}  {scene.task}", "bold"), align="left", style="dim"))
-    prompt = Text(scene.prompt.replace("\n", " "), "dim", no_wrap=True, overflow="ellipsis")
+    prompt = Text(" ".join(scene.prompt.split()), "dim", no_wrap=True, overflow="ellipsis")
     console.print(Padding(prompt, _INDENT))
     console.print()
 

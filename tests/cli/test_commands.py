@@ -17,8 +17,9 @@ import pytest
 from splitspec.config import ServerSettings
 from splitspec.errors import NotFoundError
 from splitspec.serving import Server
+from splitspec.types import Origin
 from tests.cli.test_stack import alive
-from tests.client.scripted import Script, serving, whole
+from tests.client.scripted import Script, chunk, finished, serving, started, whole
 
 COMMAND = Path(sys.executable).with_name("splitspec")
 BARE = {
@@ -153,6 +154,15 @@ def test_generate_in_a_pipe_is_the_bare_text(address: str, script: Script) -> No
     assert (request.sampling.temperature, request.speculation.num_draft_tokens) == (0, 2)
     splitspec("generate", address, "--text", "Say", "hi", "--no-speculate")
     assert (script.requests[1].text, script.requests[1].speculation.disabled) == ("Say hi", True)
+
+
+@pytest.mark.parametrize("colour", [{}, {"FORCE_COLOR": "1", "TERM": "xterm-256color"}])
+def test_generate_takes_nothing_in_the_text_for_markup(
+    address: str, script: Script, colour: dict[str, str]
+) -> None:
+    text = "[red]:smile:"
+    script.answer = lambda context: [started(), chunk(0, text, (1, Origin.PLAIN, len(text))), finished()]
+    assert splitspec("generate", address, "Hi", **colour).stdout == f"{text}\n"
 
 
 def test_generate_in_colour(address: str) -> None:

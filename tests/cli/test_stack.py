@@ -45,6 +45,7 @@ async def test_everything_starts_and_nothing_is_left(
             stopped.append((process.name, redis.ping()))
         await stop(process)
 
+    monkeypatch.setattr(ServerProcess, "stop", recorded)
     steps: list[tuple[str, bool]] = []
     stack = Stack(
         model=demo_model,
@@ -58,7 +59,7 @@ async def test_everything_starts_and_nothing_is_left(
         assert (await client.generate("One two", temperature=0, max_tokens=3).result()).token_ids
         await stack.draft.restart()
         assert await health_status(stack.draft.address) == "SERVING"
-        monkeypatch.setattr(ServerProcess, "stop", recorded)
+        stopped.clear()
     assert stopped == [("coordinator", True), ("draft worker", True), ("target worker", True)]
     processes = (stack.target, stack.draft, stack.coordinator)
     assert [process.exit_code for process in processes] == [0, 0, 0]
