@@ -11,6 +11,7 @@ from coordinator.journal import Journal
 from coordinator.rounds import Block
 from coordinator.stats import Stats
 from protos.v1 import coordinator_pb2
+from splitspec.telemetry import names
 
 Send = Callable[[coordinator_pb2.GenerateResponse], Awaitable[None]]
 
@@ -49,11 +50,14 @@ class Delivery:
 
     async def deliver(self, block: Block, offset: int = 0) -> None:
         """Send the block's tokens from index `offset` of the output on."""
-        durable = await self.journal.acknowledged(self.start + block.offset + len(block.origins))
-        if self.stats.first_token is None:
-            self.stats.first_token = time.perf_counter()
-        for chunk in chunks_of(block, durable=durable, one_token_each=self.one_token_each, offset=offset):
-            await self.send(coordinator_pb2.GenerateResponse(chunk=chunk))
+        with block.span.child(names.DELIVER) as span:
+            with span.child(names.JOURNAL):
+                durable = await self.journal.acknowledged(self.start + block.offset + len(block.origins))
+            span.set({names.NUM_TOKENS: len(block.origins), names.DURABLE: durable})
+            if self.stats.first_token is None:
+                self.stats.first_token = time.perf_counter()
+            for chunk in chunks_of(block, durable=durable, one_token_each=self.one_token_each, offset=offset):
+                await self.send(coordinator_pb2.GenerateResponse(chunk=chunk))
 
 
 def chunks_of(

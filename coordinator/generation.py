@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -22,6 +22,7 @@ from protos.v1 import common_pb2, coordinator_pb2
 from splitspec.config import CoordinatorSettings
 from splitspec.errors import InvalidRequestError, OutOfSyncError, SplitspecError, UnavailableError
 from splitspec.registry import WorkerHandle
+from splitspec.telemetry import names
 
 log = structlog.get_logger()
 
@@ -40,18 +41,21 @@ class Generation:
     codec: TextCodec
     send: Send
     deadline_s: float | None
-    stats: Stats = field(default_factory=Stats)
+    stats: Stats
 
     async def run(self) -> None:
         """From the session's record to the last event; whatever ends it, both workers are left."""
-        request = self.request
-        async with (
-            self.owner.own(
-                request.tenant, request.session_id, request.sampling, request.keep_record_s
-            ) as owned,
-            contextlib.AsyncExitStack() as links,
-        ):
-            note, done = self._begin(owned)
+        request, span = self.request, self.stats.span
+        async with contextlib.AsyncExitStack() as links:
+            with span.child(names.ADMIT):
+                owned = await links.enter_async_context(
+                    self.owner.own(
+                        request.tenant, request.session_id, request.sampling, request.keep_record_s, span
+                    )
+                )
+                note, done = self._begin(owned)
+                if note.last_message is None:
+                    await owned.save_note()
             if note.last_message is None:
                 await self._generate(owned, note, done, links)
             else:
@@ -84,12 +88,13 @@ class Generation:
         self, owned: Ownership, note: Note, done: list[int], links: contextlib.AsyncExitStack
     ) -> None:
         """Go on behind `done`, and leave the session to the next request."""
-        await owned.save_note()
         drafting = await self._open_drafting(owned, links)
         target, opened = await self._open_target(owned, links, owned.record.target)
         stopper = self._stopper(target.host.description.model, note)
         delivery = self._delivery(owned, note, links)
-        await owned.journal.acknowledged(len(owned.session.tokens))
+        self.stats.count_prompt(note.prompt_end, opened.cached_length)
+        with self.stats.span.child(names.JOURNAL):
+            await owned.journal.acknowledged(len(owned.session.tokens))
         await self._send_started(owned, note, opened.cached_length)
         last = await self._deliver_again(delivery, stopper, done) if done else None
         if last is None or last.finish is None:
@@ -104,7 +109,9 @@ class Generation:
             )
             last = await self._run_rounds(rounds, owned, delivery, links)
             target = rounds.target
-        await self._leave_workers(owned, target, drafting)
+        if self._keep_kv_ms:
+            with self.stats.span.child(names.CLOSE):
+                await self._leave_workers(owned, target, drafting)
         assert last.finish is not None
         finished = coordinator_pb2.Finished(
             reason=last.finish.value,
@@ -119,6 +126,7 @@ class Generation:
             rule=owned.session.sampling.rule.value,
             drafter=drafting.drafter if drafting is not None else "",
         )
+        self.stats.finish(finished)
         owned.note = replace(note, finished=encode_finished(finished)).encode()
         await self.send(coordinator_pb2.GenerateResponse(finished=finished))
 
@@ -127,7 +135,8 @@ class Generation:
     ) -> None:
         """Say again what a request has said that ran to its end."""
         links = contextlib.AsyncExitStack()
-        model = (await self.workers.targets())[0].description.model
+        with self.stats.choosing("target"):
+            model = (await self.workers.targets())[0].description.model
         await self._send_started(owned, note, finished.usage.cached_tokens)
         await self._deliver_again(self._delivery(owned, note, links), self._stopper(model, note), done)
         await self.send(coordinator_pb2.GenerateResponse(finished=finished))
@@ -138,8 +147,9 @@ class Generation:
             return None
 
         async def connect(held: WorkerHandle | None = None) -> DraftLink | None:
-            drafter = self.request.drafter or await self.workers.default_drafter()
-            host = await self.workers.draft(drafter, held.worker_id if held else "") if drafter else None
+            with self.stats.choosing("draft"):
+                drafter = self.request.drafter or await self.workers.default_drafter()
+                host = await self.workers.draft(drafter, held.worker_id if held else "") if drafter else None
             if host is None:
                 log.warning("no draft worker", drafter=drafter, session=owned.session.session_id)
                 return None
@@ -166,7 +176,8 @@ class Generation:
         The one that holds its KV comes first, the one to avoid last. Raises UnavailableError.
         """
         session = owned.session
-        hosts = await self.workers.targets(held.worker_id if held else "")
+        with self.stats.choosing("target"):
+            hosts = await self.workers.targets(held.worker_id if held else "")
         failure: SplitspecError | None = None
         for host in sorted(hosts, key=lambda host: host.worker_id == avoid):
             context = host.description.model.max_context
@@ -230,13 +241,11 @@ class Generation:
         """Send what an earlier attempt has committed, from the client's offset on."""
         emission = stopper.push(done)
         origins = (common_pb2.TOKEN_ORIGIN_REPEATED,) * len(emission.tokens)
-        await delivery.deliver(Block(0, emission, origins), self.request.resume_offset)
+        await delivery.deliver(Block(0, emission, origins, self.stats.span), self.request.resume_offset)
         return emission
 
     async def _leave_workers(self, owned: Ownership, target: TargetLink, drafting: Drafting | None) -> None:
-        """Close both streams with the KV kept, if the session is the client's."""
-        if not self._keep_kv_ms:
-            return
+        """Close both streams with the KV kept."""
         try:
             await target.close()
             owned.target = WorkerHandle(target.worker_id, target.handle)

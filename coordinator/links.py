@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
+from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
 import grpc
 import structlog
 
 from coordinator.session import Session
-from coordinator.stats import Stats
+from coordinator.stats import Stats, Wait
 from coordinator.workers import DraftHost, TargetHost
 from protos.v1 import common_pb2, draft_pb2, target_pb2
 from splitspec.errors import OutOfSyncError, SplitspecError, UnavailableError, from_rpc_error
 from splitspec.serving import EOF
+from splitspec.telemetry import NO_SPAN, Span, names
+from splitspec.telemetry.names import SpanName
 
 log = structlog.get_logger()
 
@@ -66,6 +69,9 @@ class _Link(Generic[Q, A]):
     def _name(self) -> str:
         return f"{self.role} worker {self.worker_id}"
 
+    def _waiting(self, name: SpanName) -> AbstractContextManager[Wait]:
+        return self._stats.waiting(name, self.role, self.worker_id)
+
     def _open(self, handle: str, start: int, end: int, lease_ms: int, drafter: str = "") -> common_pb2.Open:
         """An Open that brings the session's tokens from `start` up to `end`."""
         sampling = self._session.sampling
@@ -108,44 +114,49 @@ class TargetLink(_Link[target_pb2.TargetSessionRequest, target_pb2.TargetSession
 
         held: leading tokens that it should have under `handle`; what it lacks of them is sent too.
         """
-        started = time.perf_counter()
         start, total = held if handle else 0, len(self._session.tokens)
-        while True:
-            message = self._open(handle, start, total, lease_ms)
-            await self._write(target_pb2.TargetSessionRequest(stamp=self._session.stamp(), open=message))
-            opened = (await self._answer("opened")).opened
-            self.handle = handle = opened.handle
-            if opened.length == total:
-                self._stats.open_s += time.perf_counter() - started
-                return opened
-            if opened.length >= start:
-                raise OutOfSyncError(f"{self._name} took {opened.length} of {total} tokens")
-            start = opened.length
+        with self._waiting(names.OPEN) as wait:
+            while True:
+                message = self._open(handle, start, total, lease_ms)
+                request = target_pb2.TargetSessionRequest(
+                    stamp=self._session.stamp(), trace=wait.trace, open=message
+                )
+                await self._write(request)
+                opened = (await self._answer("opened")).opened
+                self.handle = handle = opened.handle
+                if opened.length == total:
+                    wait.opened(opened)
+                    return opened
+                if opened.length >= start:
+                    raise OutOfSyncError(f"{self._name} took {opened.length} of {total} tokens")
+                start = opened.length
 
     async def verify(self, proposal: common_pb2.Proposal) -> common_pb2.Verdict:
         """The verdict on a proposal, which is relayed as it came."""
-        request = target_pb2.TargetSessionRequest(
-            stamp=proposal.stamp, verify=target_pb2.Verify(proposal=proposal)
-        )
-        started = time.perf_counter()
-        self._next_round = proposal.stamp.round
-        await self._write(request)
-        return await self._verdict(started)
+        with self._waiting(names.VERIFY) as wait:
+            request = target_pb2.TargetSessionRequest(
+                stamp=proposal.stamp, trace=wait.trace, verify=target_pb2.Verify(proposal=proposal)
+            )
+            self._next_round = proposal.stamp.round
+            await self._write(request)
+            return await self._verdict(wait)
 
     async def decode(self, window: int) -> common_pb2.Verdict:
         """The next plain token. Keeps up to `window` tokens granted, so that none waits for a round trip."""
-        started = time.perf_counter()
         room = self.host.description.model.max_context - len(self._session.tokens)
         grant = min(window, room) - self.outstanding
-        if grant > 0:
-            request = target_pb2.TargetSessionRequest(
-                stamp=self._session.next_round(grant), decode=target_pb2.Decode(num_tokens=grant)
-            )
-            if not self.outstanding:
-                self._next_round = request.stamp.round
-            self.outstanding += grant
-            await self._write(request)
-        verdict = await self._verdict(started)
+        with self._waiting(names.DECODE) as wait:
+            if grant > 0:
+                request = target_pb2.TargetSessionRequest(
+                    stamp=self._session.next_round(grant),
+                    trace=wait.trace,
+                    decode=target_pb2.Decode(num_tokens=grant),
+                )
+                if not self.outstanding:
+                    self._next_round = request.stamp.round
+                self.outstanding += grant
+                await self._write(request)
+            verdict = await self._verdict(wait)
         self.outstanding -= 1
         return verdict
 
@@ -158,7 +169,7 @@ class TargetLink(_Link[target_pb2.TargetSessionRequest, target_pb2.TargetSession
         while (await self._answer(None)).WhichOneof("message") != "closed":
             pass
 
-    async def _verdict(self, started: float) -> common_pb2.Verdict:
+    async def _verdict(self, wait: Wait) -> common_pb2.Verdict:
         verdict = (await self._answer("verdict")).verdict
         while verdict.stamp.round < self._next_round:
             log.info("stale verdict dropped", session=self._session.session_id, round=verdict.stamp.round)
@@ -168,7 +179,7 @@ class TargetLink(_Link[target_pb2.TargetSessionRequest, target_pb2.TargetSession
                 f"{self._name} sent a verdict on round {verdict.stamp.round}, expected {self._next_round}"
             )
         self._next_round += 1
-        self._stats.add_target(time.perf_counter() - started, verdict.timings)
+        wait.verified(verdict)
         self.pass_s = (verdict.timings.model_us + verdict.timings.sampling_us) / 1e6
         return verdict
 
@@ -215,25 +226,34 @@ class DraftLink(_Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespo
     async def _start(self, handle: str, held: int) -> Response:
         """Open the session; the answer is taken by `_settle` like any other."""
         stamp, start = self._session.stamp(), held if handle else 0
-        while True:
-            message = self._open(handle, start, stamp.base_length, self._lease_ms, self.drafter)
-            await self._write(draft_pb2.DraftSessionRequest(stamp=stamp, open=message))
-            response = await self._read()
-            handle, length = response.opened.handle, response.opened.length
-            if length == stamp.base_length:
-                self._sent = length
-                return response
-            if length >= start:
-                raise OutOfSyncError(f"{self._name} took {length} of {stamp.base_length} tokens")
-            start = length
+        with self._waiting(names.OPEN) as wait:
+            while True:
+                message = self._open(handle, start, stamp.base_length, self._lease_ms, self.drafter)
+                await self._write(draft_pb2.DraftSessionRequest(stamp=stamp, trace=wait.trace, open=message))
+                response = await self._read()
+                handle, length = response.opened.handle, response.opened.length
+                if length == stamp.base_length:
+                    self._sent = length
+                    wait.opened(response.opened)
+                    return response
+                if length >= start:
+                    raise OutOfSyncError(f"{self._name} took {length} of {stamp.base_length} tokens")
+                start = length
 
     async def propose(
         self, num_draft_tokens: int, num_accepted: int, patience_s: float
     ) -> common_pb2.Proposal | None:
         """A proposal on the session's committed tokens, or None when it doesn't come within the patience."""
-        started = time.perf_counter()
+        with self._waiting(names.PROPOSE) as wait:
+            response = await self._proposal(num_draft_tokens, num_accepted, patience_s, wait)
+            wait.proposed(response)
+            return response
+
+    async def _proposal(
+        self, num_draft_tokens: int, num_accepted: int, patience_s: float, wait: Wait
+    ) -> common_pb2.Proposal | None:
         # The first answer may wait for the prompt. After a missed proposal only what has arrived counts.
-        if await self._settle(0 if self._opened else patience_s) is None:
+        if await self._settle(0 if self._opened else patience_s, wait.span) is None:
             return None
         stamp = self._session.next_round()
         message = draft_pb2.Propose(
@@ -243,12 +263,11 @@ class DraftLink(_Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespo
             num_accepted=num_accepted,
         )
         self._sent = len(self._session.tokens)
-        request = draft_pb2.DraftSessionRequest(stamp=stamp, propose=message)
+        request = draft_pb2.DraftSessionRequest(stamp=stamp, trace=wait.trace, propose=message)
         self._pending = self._ask(self._exchange(request))
-        response = await self._settle(patience_s)
+        response = await self._settle(patience_s, wait.span)
         if response is None or response.proposal.stamp.round != stamp.round:
             return None
-        self._stats.add_draft(time.perf_counter() - started, response.proposal.timings)
         return response.proposal
 
     async def close(self) -> None:
@@ -277,8 +296,8 @@ class DraftLink(_Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespo
         await self._write(request)
         return await self._read()
 
-    async def _settle(self, patience_s: float) -> draft_pb2.DraftSessionResponse | None:
-        """The outstanding answer once it is there, or None: late, or the worker is gone."""
+    async def _settle(self, patience_s: float, span: Span = NO_SPAN) -> draft_pb2.DraftSessionResponse | None:
+        """The outstanding answer once it is there, or None: late, or the worker is gone. span: the wait's."""
         done, _ = await asyncio.wait({self._pending}, timeout=patience_s)
         if not done:
             if time.monotonic() - self._asked > _LOST_AFTER_S:
@@ -287,6 +306,7 @@ class DraftLink(_Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespo
             return None
         error = self._pending.exception() if not self._pending.cancelled() else asyncio.CancelledError()
         if error is not None:
+            span.fail(error)
             if not self.gone:
                 log.warning(
                     "draft worker lost",

@@ -15,6 +15,7 @@ from coordinator.session import Session
 from splitspec.config import CoordinatorSettings
 from splitspec.errors import SplitspecError, UnavailableError
 from splitspec.registry import Registry, SessionRecord, WorkerHandle
+from splitspec.telemetry import Span, names
 from splitspec.tokens import TokenLog
 from splitspec.types import Sampling
 
@@ -70,9 +71,9 @@ class Owner:
 
     @contextlib.asynccontextmanager
     async def own(
-        self, tenant: str, session_id: str, sampling: Sampling, keep_s: float
+        self, tenant: str, session_id: str, sampling: Sampling, keep_s: float, span: Span
     ) -> AsyncIterator[Ownership]:
-        """The session under a new epoch until the block ends.
+        """The session under a new epoch until the block ends. span: the request's.
 
         Raises SessionBusyError while another request runs on it, UnavailableError without Redis.
         """
@@ -92,12 +93,14 @@ class Owner:
             journal = await stack.enter_async_context(Journal(self._registry, session, owner, self._lease_s))
             renewing = asyncio.create_task(self._renew(session))
             stack.callback(renewing.cancel)
+            span.set({names.EPOCH: session.epoch})
             owned = Ownership(session, record, journal, self._registry, keep_s)
             try:
                 yield owned
             finally:
                 try:
-                    await owned.leave()
+                    with span.child(names.LEAVE):
+                        await owned.leave()
                 except UnavailableError as error:
                     log.warning("session not left yet", session=session_id, error=str(error))
                     if keep_s:

@@ -20,6 +20,7 @@ from coordinator.stats import Stats
 from coordinator.stopping import Emission, Stopper
 from protos.v1 import common_pb2
 from splitspec.config import CoordinatorSettings
+from splitspec.telemetry import Span, names
 
 #: After n misses in a row the draft worker is left out of the next 2**n - 1 rounds, up to this many.
 _LONGEST_PAUSE = 64
@@ -27,11 +28,15 @@ _LONGEST_PAUSE = 64
 
 @dataclass(frozen=True)
 class Block:
-    """What one round adds to the output. origins: for each token of the emission, its value on the wire."""
+    """What one round adds to the output. origins: for each token of the emission, its value on the wire.
+
+    span: the round's, for what becomes of the block.
+    """
 
     offset: int
     emission: Emission
     origins: tuple[common_pb2.TokenOrigin.ValueType, ...]
+    span: Span
 
 
 @dataclass
@@ -54,9 +59,10 @@ class Rounds:
     async def run(self) -> AsyncGenerator[Block, None]:
         """Yield each round's block until the output ends."""
         while True:
-            proposal = await self._propose()
-            verdict = await self._verify(proposal)
-            block = self._commit(verdict)
+            with self.stats.round() as span:
+                proposal = await self._propose()
+                verdict = await self._verify(proposal)
+                block = self._commit(verdict, span)
             yield block
             if block.emission.finish is not None:
                 return
@@ -76,7 +82,7 @@ class Rounds:
                 return proposal if proposal.num_draft_tokens else None
             self._misses += 1
             self._pause = min(2**self._misses, _LONGEST_PAUSE)
-        self.stats.missed_rounds += 1
+        self.stats.miss()
         return None
 
     async def _verify(self, proposal: common_pb2.Proposal | None) -> common_pb2.Verdict:
@@ -89,16 +95,18 @@ class Rounds:
             window = max(1, min(window, self._pause))
         return await self.target.decode(min(window, self.stopper.remaining))
 
-    def _commit(self, verdict: common_pb2.Verdict) -> Block:
-        """Cut the verdict's tokens and commit them."""
-        offset = self.stopper.num_tokens
-        self.stats.count(verdict)
-        emission = self.stopper.push(verdict.token_ids)
-        kept = [token.token_id for token in emission.tokens]
-        self.session.commit(verdict, kept)
+    def _commit(self, verdict: common_pb2.Verdict, span: Span) -> Block:
+        """Cut the verdict's tokens and commit them. span: the round's."""
+        with span.child(names.COMMIT) as commit:
+            offset = self.stopper.num_tokens
+            emission = self.stopper.push(verdict.token_ids)
+            kept = [token.token_id for token in emission.tokens]
+            commit.set({names.NUM_TOKENS: len(kept)})
+            self.stats.count(verdict, len(kept))
+            self.session.commit(verdict, kept)
         self._num_accepted = verdict.num_accepted
         origins = [*[common_pb2.TOKEN_ORIGIN_ACCEPTED] * verdict.num_accepted, verdict.next_origin]
-        return Block(offset, emission, tuple(origins[: len(kept)]))
+        return Block(offset, emission, tuple(origins[: len(kept)]), span)
 
     @property
     def _patience_s(self) -> float:

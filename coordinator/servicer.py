@@ -7,23 +7,29 @@ import grpc
 from coordinator.generation import Generation
 from coordinator.ownership import Owner
 from coordinator.request import Request
+from coordinator.stats import following
 from coordinator.text import TextCodec
 from coordinator.workers import WorkerPool
 from protos.v1 import coordinator_pb2, coordinator_pb2_grpc
 from splitspec.config import CoordinatorSettings
 from splitspec.errors import InvalidRequestError, OverloadedError
 from splitspec.registry import Registry
+from splitspec.telemetry import Telemetry, names
 from splitspec.types import MAX_MESSAGE_BYTES, MAX_NUM_DRAFT_TOKENS, PROTOCOL_VERSION, Rule
 
 
 class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
     """Holds nothing that matters: sessions live in Redis and on the workers."""
 
-    def __init__(self, settings: CoordinatorSettings, registry: Registry, codec: TextCodec) -> None:
+    def __init__(
+        self, settings: CoordinatorSettings, registry: Registry, codec: TextCodec, telemetry: Telemetry
+    ) -> None:
         self._settings = settings
         self._registry = registry
         self._codec = codec
         self._running = 0
+        self._telemetry = telemetry
+        telemetry.metrics.watch(names.LIVE_SESSIONS, lambda: self._running)
         self._owner = Owner(registry, settings)
         self._workers = WorkerPool(registry, codec.vocabulary, settings.model, settings.drafter)
 
@@ -32,21 +38,32 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         request: coordinator_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[coordinator_pb2.GenerateRequest, coordinator_pb2.GenerateResponse],
     ) -> None:
-        if self._running >= self._settings.max_requests:
-            raise OverloadedError(
-                f"all {self._running} requests that this coordinator runs at once are taken; try again",
-                retry_after_s=1.0,
+        with following(
+            self._telemetry, context.invocation_metadata(), request, self._settings.model
+        ) as stats:
+            if self._running >= self._settings.max_requests:
+                raise OverloadedError(
+                    f"all {self._running} requests that this coordinator runs at once are taken; try again",
+                    retry_after_s=1.0,
+                )
+            with stats.span.child(names.READ):
+                checked = Request.from_proto(request, self._settings, self._codec)
+            stats.describe(checked)
+            generation = Generation(
+                checked,
+                self._settings,
+                self._owner,
+                self._workers,
+                self._codec,
+                context.write,
+                context.time_remaining(),
+                stats,
             )
-        checked = Request.from_proto(request, self._settings, self._codec)
-        deadline_s = context.time_remaining()
-        generation = Generation(
-            checked, self._settings, self._owner, self._workers, self._codec, context.write, deadline_s
-        )
-        self._running += 1
-        try:
-            await generation.run()
-        finally:
-            self._running -= 1
+            self._running += 1
+            try:
+                await generation.run()
+            finally:
+                self._running -= 1
 
     async def CloseSession(
         self,

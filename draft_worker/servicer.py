@@ -105,27 +105,29 @@ class DraftWorker(draft_pb2_grpc.DraftWorkerServiceServicer):
             while (request := await context.read()) is not EOF:
                 timer = Timer()
                 kind = request.WhichOneof("message")
+                answer: draft_pb2.DraftSessionResponse | None = None
                 with self._watch.message(request) as work:
                     if kind == "open":
                         session = session or DraftSession(self, request)
                         opened = await session.open(request, timer)
                         work.opened(opened, request.stamp.base_length)
-                        await context.write(draft_pb2.DraftSessionResponse(opened=opened))
+                        answer = draft_pb2.DraftSessionResponse(opened=opened)
                     elif session is None:
                         raise InvalidRequestError.of("message", kind, "open first")
                     elif kind == "propose":
                         proposal = await session.propose(request, timer)
                         work.proposed(proposal)
                         if proposal is not None:
-                            await context.write(draft_pb2.DraftSessionResponse(proposal=proposal))
+                            answer = draft_pb2.DraftSessionResponse(proposal=proposal)
                     elif kind == "close":
-                        length = session.close(request)
-                        await context.write(
-                            draft_pb2.DraftSessionResponse(closed=common_pb2.Closed(length=length))
-                        )
-                        return
+                        closed = common_pb2.Closed(length=session.close(request))
+                        answer = draft_pb2.DraftSessionResponse(closed=closed)
                     else:
                         raise InvalidRequestError.of("message", kind, "open, propose or close")
+                if answer is not None:
+                    await context.write(answer)
+                if kind == "close":
+                    return
         finally:
             if session is not None:
                 session.detach()

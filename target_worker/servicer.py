@@ -95,29 +95,31 @@ class TargetWorker(target_pb2_grpc.TargetWorkerServiceServicer):
             while (request := await context.read()) is not EOF:
                 timer = Timer()
                 kind = request.WhichOneof("message")
+                answer: target_pb2.TargetSessionResponse | None = None
                 with self._watch.message(request) as work:
                     if kind == "open":
                         session = session or TargetSession(self, request)
                         opened = await session.open(request, timer)
                         work.opened(opened, request.stamp.base_length)
-                        await context.write(target_pb2.TargetSessionResponse(opened=opened))
+                        answer = target_pb2.TargetSessionResponse(opened=opened)
                     elif session is None:
                         raise InvalidRequestError.of("message", kind, "open first")
                     elif kind == "verify":
                         verdict = await session.verify(request.stamp, request.verify.proposal, timer)
                         work.verified(verdict)
                         if verdict is not None:
-                            await context.write(target_pb2.TargetSessionResponse(verdict=verdict))
+                            answer = target_pb2.TargetSessionResponse(verdict=verdict)
                     elif kind == "decode":
                         await session.decode(request.stamp, request.decode.num_tokens, context, work)
                     elif kind == "close":
-                        length = session.close(request)
-                        await context.write(
-                            target_pb2.TargetSessionResponse(closed=common_pb2.Closed(length=length))
-                        )
-                        return
+                        closed = common_pb2.Closed(length=session.close(request))
+                        answer = target_pb2.TargetSessionResponse(closed=closed)
                     else:
                         raise InvalidRequestError.of("message", kind, "open, verify, decode or close")
+                if answer is not None:
+                    await context.write(answer)
+                if kind == "close":
+                    return
         finally:
             if session is not None:
                 session.detach()

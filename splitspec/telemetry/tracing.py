@@ -125,11 +125,9 @@ class _Recorded(Span):
         self.set(values)
 
     def fail(self, error: BaseException) -> None:
-        if isinstance(error, asyncio.CancelledError | GeneratorExit):
-            self.set({names.ERROR_TYPE: "cancelled"})
-            return
-        self.set({names.ERROR_TYPE: type(error).__name__})
-        self._span.set_status(Status(StatusCode.ERROR, str(error)))
+        self.set({names.ERROR_TYPE: error_type(error)})
+        if not is_cancelled(error):
+            self._span.set_status(Status(StatusCode.ERROR, str(error)))
 
     def end(self) -> None:
         self._span.end()
@@ -230,6 +228,16 @@ class Tracing:
         if not trace.get_current_span(parent).get_span_context().is_valid:
             return NO_SPAN
         return _Recorded(self._tracer, name, parent)
+
+
+def is_cancelled(error: BaseException) -> bool:
+    """Somebody left: no failure of what was going on."""
+    return isinstance(error, asyncio.CancelledError | GeneratorExit)
+
+
+def error_type(error: BaseException) -> str:
+    """The value of error.type."""
+    return "cancelled" if is_cancelled(error) else type(error).__name__
 
 
 def _is_sampled(traceparent: str) -> bool:
