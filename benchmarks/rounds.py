@@ -48,7 +48,7 @@ def tiny_model(directory: Path, demo: Path) -> Path:
     """A random Llama of 4 small layers with the demo model's tokenizer."""
     import shutil
 
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -60,8 +60,9 @@ def tiny_model(directory: Path, demo: Path) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=8192,
     )
-    model: torch.nn.Module = LlamaForCausalLM(config)
-    model.to(torch.bfloat16).save_pretrained(directory)
+    config.dtype = torch.bfloat16
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo / name, directory / name)
     return directory

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -12,6 +14,10 @@ from redis import Redis
 from splitspec.models import fetch_demo_model
 from splitspec.registry import EmbeddedRedis, Registry
 
+# Set before torch loads, here and in every process that a test starts: one thread each, so that tests that
+# run side by side don't wait for one another's threads.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # How long an example takes says nothing about whether it is right.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -21,6 +27,31 @@ settings.load_profile("untimed")
 def demo_model() -> Path:
     """The directory of the demo model, fetched once."""
     return fetch_demo_model()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with the demo model's tokenizer: passes of a few milliseconds, text without sense."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        eos_token_id=2,
+        initializer_range=0.2,
+    )
+    directory = tmp_path_factory.mktemp("tiny")
+    LlamaForCausalLM(config).save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(demo_model / name, directory / name)
+    return directory
 
 
 @pytest.fixture(scope="session")

@@ -49,6 +49,13 @@ class EmbeddedRedis:
         """The url once the server has been started."""
         return f"redis://{_HOST}:{self._port}/0"
 
+    @property
+    def pid(self) -> int:
+        """The server's process. Raises RuntimeError when it doesn't run."""
+        if self._process is None:
+            raise RuntimeError("the server doesn't run")
+        return self._process.pid
+
     def start(self) -> None:
         """Return when the server answers, within 10 s; blocks.
 

@@ -30,8 +30,6 @@ async def stack(demo_model: Path) -> AsyncIterator[Stack]:
         model=str(demo_model),
         drafters=drafters(demo_model),
         dtype="float32",
-        target_args=["--threads", "1"],
-        draft_args=["--threads", "1"],
         coordinator_args=["--draft-patience", "100", "--draft-timeout-s", "30"],
     ) as running:
         yield running

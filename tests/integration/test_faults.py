@@ -37,8 +37,6 @@ async def own_stack(demo_model: Path) -> AsyncIterator[Stack]:
         model=str(demo_model),
         drafters=[f"model={demo_model}"],
         dtype="float32",
-        target_args=["--threads", "1"],
-        draft_args=["--threads", "1"],
     ) as running:
         yield running
 

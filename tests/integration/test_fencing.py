@@ -1,0 +1,189 @@
+"""The order of messages as a target worker enforces it, over a raw stream to the real process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from protos.v1 import common_pb2, target_pb2, target_pb2_grpc
+from splitspec.cli.stack import Stack
+from splitspec.tokens import TokenLog
+from splitspec.wire import Draft
+
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session")]
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def stub(tiny_model: Path) -> AsyncIterator[target_pb2_grpc.TargetWorkerServiceAsyncStub]:
+    async with (
+        Stack(model=tiny_model, drafters=[]) as stack,
+        grpc.aio.insecure_channel(stack.target.address) as channel,
+    ):
+        yield target_pb2_grpc.TargetWorkerServiceStub(channel)
+
+
+class Stream:
+    """One raw session of five tokens at temperature 0, as a coordinator would hold it."""
+
+    def __init__(self, stub: target_pb2_grpc.TargetWorkerServiceAsyncStub, session: str) -> None:
+        self.call: Any = stub.TargetSession()
+        self.session = session
+        self.tokens = TokenLog([11, 12, 13, 14, 15])
+        self.revision = 0
+        self.epoch = 10
+
+    def stamp(self, round_number: int) -> common_pb2.Stamp:
+        return common_pb2.Stamp(
+            session_id=self.session,
+            epoch=self.epoch,
+            revision=self.revision,
+            round=round_number,
+            base_length=len(self.tokens),
+            prefix_hash=self.tokens.prefix_hash(),
+        )
+
+    async def open(self, handle: str = "", lease_ms: int = 0) -> common_pb2.Opened:
+        message = common_pb2.Open(
+            handle=handle,
+            token_ids=list(self.tokens),
+            sampling=common_pb2.SamplingParams(temperature=0, seed=1),
+            rule=common_pb2.VERIFICATION_RULE_GREEDY,
+            lease_ms=lease_ms,
+        )
+        await self.call.write(target_pb2.TargetSessionRequest(stamp=self.stamp(0), open=message))
+        opened: common_pb2.Opened = (await self.call.read()).opened
+        return opened
+
+    async def send(self, round_number: int, draft: list[int], **changes: int) -> None:
+        stamp = self.stamp(round_number)
+        for name, value in changes.items():
+            setattr(stamp, name, value)
+        body = Draft.certain(draft).encode(0)
+        proposal = common_pb2.Proposal(stamp=stamp, num_draft_tokens=len(draft), body=body)
+        request = target_pb2.TargetSessionRequest(stamp=stamp, verify=target_pb2.Verify(proposal=proposal))
+        await self.call.write(request)
+
+    async def verdict(self) -> common_pb2.Verdict:
+        verdict: common_pb2.Verdict = (await self.call.read()).verdict
+        return verdict
+
+    async def verify(self, round_number: int, draft: list[int]) -> common_pb2.Verdict:
+        await self.send(round_number, draft)
+        verdict = await self.verdict()
+        self.tokens.extend(verdict.token_ids)
+        self.revision = verdict.stamp.revision
+        assert verdict.stamp.prefix_hash == self.tokens.prefix_hash()
+        return verdict
+
+    async def refused(self) -> tuple[str, str]:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self.call.read()
+        return caught.value.code().name, caught.value.details() or ""
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def stream(
+    stub: target_pb2_grpc.TargetWorkerServiceAsyncStub, request: pytest.FixtureRequest
+) -> AsyncIterator[Stream]:
+    stream = Stream(stub, request.node.name)
+    assert (await stream.open()).length == 5
+    yield stream
+    stream.call.cancel()
+
+
+async def test_repeated_verify_gets_the_verdict_that_it_got(stream: Stream) -> None:
+    first = await stream.verify(1, [21, 22])
+    before = stream.stamp(1)
+    # The same message again, as it was sent then.
+    await stream.send(
+        1, [21, 22], base_length=5, revision=0, prefix_hash=TokenLog(range(11, 16)).prefix_hash()
+    )
+    again = await stream.verdict()
+    assert again.repeated
+    assert not first.repeated
+    again.repeated = False
+    assert again == first
+    # And nothing was committed by it.
+    assert (await stream.verify(2, [])).stamp.base_length == before.base_length + 1
+
+
+async def test_stale_messages_get_no_answer(stream: Stream) -> None:
+    first = await stream.verify(3, [21])
+    await stream.send(2, [22])  # an older round
+    await stream.send(3, [22])  # the same round with another body
+    await stream.send(4, [22], revision=first.stamp.revision - 1)
+    await stream.send(5, [22], base_length=5)
+    await stream.call.write(
+        target_pb2.TargetSessionRequest(stamp=stream.stamp(3), decode=target_pb2.Decode(num_tokens=1))
+    )
+    verdict = await stream.verify(6, [])
+    assert verdict.stamp.round == 6
+    assert verdict.stamp.base_length == first.stamp.base_length + 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "sentence"),
+    [
+        ({"base_length": 9}, "FAILED_PRECONDITION", "base_length is 9"),
+        ({"prefix_hash": 1}, "FAILED_PRECONDITION", "prefix_hash 0x1"),
+        ({"epoch": 9}, "ABORTED", "epoch 9"),
+        ({"epoch": 11}, "ABORTED", "epoch 11"),
+    ],
+)
+async def test_messages_that_build_on_something_else(
+    stream: Stream, changes: dict[str, int], code: str, sentence: str
+) -> None:
+    await stream.send(1, [21], **changes)
+    got, details = await stream.refused()
+    assert got == code
+    assert sentence in details
+
+
+async def test_a_new_owner_fences_the_old_one_off(
+    stub: target_pb2_grpc.TargetWorkerServiceAsyncStub,
+) -> None:
+    old = Stream(stub, "fenced")
+    opened = await old.open(lease_ms=60_000)
+    await old.verify(1, [21])
+    new = Stream(stub, "fenced")
+    new.epoch = 11
+    new.tokens = TokenLog(old.tokens)
+    taken = await new.open(opened.handle, lease_ms=60_000)
+    assert taken.handle == opened.handle
+    assert taken.cached_length == len(new.tokens) - 1
+    await old.send(2, [21])
+    assert (await old.refused())[0] == "ABORTED"
+    assert (await new.verify(2, [])).stamp.epoch == 11
+    late = Stream(stub, "fenced")
+    with pytest.raises(grpc.aio.AioRpcError, match="not newer than 11"):
+        await late.open(opened.handle)
+    released = await stub.Release(
+        target_pb2.TargetWorkerServiceReleaseRequest(stamp=new.stamp(0), handle=opened.handle)
+    )
+    assert released.released
+
+
+async def test_plain_tokens_are_those_of_verification(
+    stub: target_pb2_grpc.TargetWorkerServiceAsyncStub,
+) -> None:
+    plain, verified = Stream(stub, "plain"), Stream(stub, "verified")
+    await asyncio.gather(plain.open(), verified.open())
+    await plain.call.write(
+        target_pb2.TargetSessionRequest(stamp=plain.stamp(1), decode=target_pb2.Decode(num_tokens=4))
+    )
+    ids: list[int] = []
+    for round_number in range(1, 5):
+        verdict = await plain.verdict()
+        assert verdict.stamp.round == round_number
+        ids += verdict.token_ids
+    whole = await verified.verify(1, ids[:3])
+    assert whole.num_accepted == 3
+    assert list(whole.token_ids) == ids
+    plain.call.cancel()
+    verified.call.cancel()

@@ -1,0 +1,332 @@
+"""Sessions that outlive requests, processes and Redis: real processes, a tiny random model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Unpack
+
+import pytest
+import pytest_asyncio
+from redis import Redis
+
+from protos.v1 import target_pb2
+from splitspec.cli.health import health_status
+from splitspec.cli.process import ServerProcess
+from splitspec.cli.stack import Stack
+from splitspec.client import AsyncClient, AsyncGeneration, Chunk, GenerateOptions, Message
+from splitspec.errors import InvalidRequestError, SessionBusyError, UnavailableError
+from splitspec.registry import EmbeddedRedis
+from splitspec.types import Origin
+from tests.integration.conftest import loads, settle, target_load
+from tests.integration.proxy import Proxy
+
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+
+TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetWorkerService"].full_name
+PROMPT = list(range(1000, 1040))
+PATIENT = ["--draft-patience", "1000", "--draft-timeout-s", "5", "--draft-retry-s", "0.2"]
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def tiny(tiny_model: Path) -> AsyncIterator[Stack]:
+    """A stack that its tests leave whole; its draft is the target itself."""
+    async with tiny_stack(tiny_model) as stack:
+        yield stack
+
+
+def tiny_stack(model: Path, *, target: tuple[str, ...] = (), coordinator: tuple[str, ...] = ()) -> Stack:
+    return Stack(
+        model=model,
+        drafters=["lookup", f"model={model}"],
+        target_args=target,
+        coordinator_args=[*PATIENT, "--drafter", "model", *coordinator],
+    )
+
+
+def greedy(client: AsyncClient, prompt: list[int], **options: Unpack[GenerateOptions]) -> AsyncGeneration:
+    merged: GenerateOptions = {"temperature": 0.0, "ignore_eos": True, **options}
+    return client.generate(prompt, **merged)
+
+
+async def reference(client: AsyncClient, prompt: list[int], max_tokens: int) -> list[int]:
+    """What plain decoding in a request of its own says."""
+    result = await greedy(client, prompt, max_tokens=max_tokens, speculate=False).result()
+    return result.token_ids
+
+
+async def test_five_turns_feed_only_new_tokens(tiny: Stack) -> None:
+    fed = []
+    async with AsyncClient(tiny.address) as client:
+        for turn in range(5):
+            messages = [Message("user", f"Question number {turn}, please answer it.")]
+            options: GenerateOptions = {"temperature": 0.0, "max_tokens": 12, "session_id": "turns"}
+            result = await client.generate(messages, **options).result()
+            fed.append(result.started.prompt_tokens - result.started.cached_tokens)
+            length = result.started.prompt_tokens + len(result.tokens)
+        assert length > sum(fed[1:]) + fed[0]
+        # Each later turn feeds the template's words around one question, the question, and one token
+        # of the answer before it.
+        assert max(fed[1:]) < 35
+        assert len(set(fed[2:])) == 1
+        assert await client.close_session("turns")
+
+
+async def test_a_turn_is_encoded_as_in_the_whole_conversation(tiny: Stack, tiny_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    async with AsyncClient(tiny.address) as client:
+        options: GenerateOptions = {"temperature": 0.0, "max_tokens": 6, "session_id": "encoded"}
+        first = await client.generate([Message("user", "One?")], **options).result()
+        second = await client.generate([Message("user", "Two?")], **options).result()
+        await client.close_session("encoded")
+    opening = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "One?"}], add_generation_prompt=True, tokenize=False
+    )
+    answer = str(tokenizer.decode(first.token_ids))
+    closing = "" if answer.endswith("<|im_end|>") else "<|im_end|>"
+    whole = f"{opening}{answer}{closing}\n<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n"
+    expected = len(tokenizer.encode(str(opening))) + len(first.token_ids)
+    expected += len(tokenizer.encode(whole.removeprefix(f"{opening}{answer}")))
+    assert second.started.prompt_tokens == expected
+
+
+async def test_two_requests_at_once_on_a_session(tiny: Stack) -> None:
+    async with AsyncClient(tiny.address) as client:
+        first = greedy(client, PROMPT, session_id="busy", max_tokens=400)
+        await first.read()
+        with pytest.raises(SessionBusyError, match="another request runs on session 'busy'"):
+            await greedy(client, PROMPT, session_id="busy", max_tokens=4).result()
+        with pytest.raises(SessionBusyError):
+            await client.close_session("busy")
+        assert len((await first.result()).tokens) == 400
+        assert await client.close_session("busy")
+
+
+async def test_200_sessions_leave_nothing(tiny: Stack) -> None:
+    before = await loads(tiny)
+    async with AsyncClient(tiny.address) as client:
+
+        async def one(name: str) -> None:
+            result = await greedy(client, [7, 8, 9], session_id=name, max_tokens=5).result()
+            assert len(result.tokens) == 5
+            assert await client.close_session(name)
+
+        for start in range(0, 200, 20):
+            await asyncio.gather(*(one(f"s{i}") for i in range(start, start + 20)))
+    assert await loads(tiny) == before
+
+
+async def test_retried_request_says_the_same_again(tiny: Stack) -> None:
+    options: GenerateOptions = {
+        "temperature": 1.0,
+        "max_tokens": 40,
+        "request_id": "said",
+        "ignore_eos": True,
+    }
+    async with AsyncClient(tiny.address) as client:
+        first = await client.generate(PROMPT, **options).result()
+        again = client.generate(PROMPT, **options)
+        second = await again.result()
+        assert second.token_ids == first.token_ids
+        assert second.text == first.text
+        assert second.finished == first.finished
+        assert {token.origin for token in second.tokens} == {Origin.REPEATED}
+        assert second.started.seed == first.started.seed
+        with pytest.raises(InvalidRequestError, match="request_id is 'said', expected a new id"):
+            await client.generate([1, 2], **options).result()
+
+
+async def test_a_request_cut_off_goes_on_where_it_was(tiny: Stack) -> None:
+    async with AsyncClient(tiny.address) as client:
+        expected = await reference(client, PROMPT, 300)
+        generation = greedy(client, PROMPT, request_id="cut", max_tokens=300)
+        seen: list[Chunk] = []
+        while len(seen) < 3 and (chunk := await generation.read()) is not None:
+            seen.append(chunk)
+        await generation.aclose()
+        ids = [token.id for chunk in seen for token in chunk.tokens]
+        retried = greedy(client, PROMPT, request_id="cut", max_tokens=300, resume_offset=len(ids))
+
+        async def free() -> bool:  # the first call's ownership ends with its cancellation
+            return all(load.live_sessions == 0 for load in await loads(tiny))
+
+        await settle(free, limit_s=2)
+        result = await retried.result()
+        assert result.tokens[0].origin in (Origin.REPEATED, Origin.ACCEPTED, Origin.PLAIN)
+        assert ids + result.token_ids == expected
+        assert result.finished.usage.completion_tokens == 300
+
+
+async def test_duplicated_and_delayed_verdicts_change_nothing(tiny_model: Path) -> None:
+    count = 0
+
+    def tamper(answer: bytes) -> list[tuple[float, bytes]]:
+        nonlocal count
+        count += 1
+        copies = [(0.05 if count % 5 == 0 else 0.0, answer)]
+        is_verdict = target_pb2.TargetSessionResponse.FromString(answer).HasField("verdict")
+        return copies * 2 if is_verdict and count % 3 == 0 else copies
+
+    async with Proxy(tamper) as proxy:
+        advertised = ("--advertise", f"127.0.0.1:{proxy.port}")
+        async with tiny_stack(tiny_model, target=advertised) as stack:
+            proxy.upstream = stack.target.address
+            async with AsyncClient(stack.address) as client:
+                for k in (0, 3):
+                    result = await greedy(client, PROMPT, max_tokens=60, num_draft_tokens=k).result()
+                    assert len(result.tokens) == 60
+                    if k == 0:
+                        expected = result.token_ids
+                    assert result.token_ids == expected
+    assert count > 60
+
+
+async def test_target_killed_and_restarted_between_turns(tiny_model: Path) -> None:
+    async with tiny_stack(tiny_model) as stack, AsyncClient(stack.address) as client:
+        options: GenerateOptions = {"session_id": "moved", "max_tokens": 10}
+        first = await greedy(client, PROMPT, **options).result()
+        await stack.target.kill()
+        with pytest.raises(UnavailableError):
+            await greedy(client, [50, 51], **options).result()
+        await stack.target.start()
+        second = await greedy(client, [50, 51], **options).result()
+        assert second.started.cached_tokens == 0
+        whole = [*PROMPT, *first.token_ids, 50, 51]
+        # The failed request's prompt was committed; it is part of the conversation.
+        assert second.started.prompt_tokens in (len(whole), len(whole) + 2)
+        prompt = [*whole, 50, 51] if second.started.prompt_tokens > len(whole) else whole
+        assert second.token_ids == await reference(client, prompt, 10)
+
+
+async def test_another_target_takes_over_in_mid_stream(tiny_model: Path, tmp_path: Path) -> None:
+    async with tiny_stack(tiny_model) as stack, AsyncClient(stack.address) as client:
+        expected = await reference(client, PROMPT, 400)
+        arguments = [f"--model={tiny_model}", "--dtype=float32", f"--redis-url={stack.redis_url}"]
+        other = ServerProcess("second target worker", "target_worker", TARGET_SERVICE, arguments, tmp_path)
+        generation = greedy(client, PROMPT, max_tokens=400)
+        await generation.read()
+        await other.start()
+        try:
+            await stack.target.kill()
+            result = await generation.result()
+        finally:
+            await other.stop()
+        assert result.token_ids == expected
+
+
+async def test_draft_worker_rejoins_the_running_request(tiny_model: Path) -> None:
+    async with tiny_stack(tiny_model) as stack, AsyncClient(stack.address) as client:
+        expected = await reference(client, PROMPT, 3000)
+        generation = greedy(client, PROMPT, max_tokens=3000, num_draft_tokens=2)
+        chunks: list[Chunk] = []
+        restart: asyncio.Task[None] | None = None
+        async for chunk in generation:
+            chunks.append(chunk)
+            if len(chunks) == 5:
+                await stack.draft.kill()
+                restart = asyncio.create_task(stack.draft.start())
+        assert restart is not None
+        await restart
+        origins = [token.origin for chunk in chunks for token in chunk.tokens]
+        lost = origins.index(Origin.PLAIN, 5)
+        assert Origin.ACCEPTED in origins[lost:]
+        assert [token.id for chunk in chunks for token in chunk.tokens] == expected
+
+
+async def test_redis_stopped_in_mid_stream(tiny_model: Path) -> None:
+    with EmbeddedRedis() as redis:
+        stack = Stack(
+            model=tiny_model,
+            drafters=[f"model={tiny_model}"],
+            coordinator_args=PATIENT,
+            redis_url=redis.url,
+        )
+        async with stack, AsyncClient(stack.address) as client:
+            generation = greedy(client, PROMPT, max_tokens=3500, session_id="away", num_draft_tokens=1)
+            chunks: list[Chunk] = []
+            stopped = resumed = False
+            async for chunk in generation:
+                chunks.append(chunk)
+                if len(chunks) == 5:
+                    os.kill(redis.pid, signal.SIGSTOP)
+                    stopped = True
+                    asyncio.get_running_loop().call_later(2, os.kill, redis.pid, signal.SIGCONT)
+                resumed = resumed or (stopped and not chunks[-2].durable and chunk.durable)
+            assert [chunk.durable for chunk in chunks[:5]] == [True] * 5
+            assert any(not chunk.durable for chunk in chunks)
+            assert resumed
+            ids = [token.id for chunk in chunks for token in chunk.tokens]
+            with Redis.from_url(redis.url) as raw:
+                journal = raw.get("splitspec:{/away}:journal")
+            assert isinstance(journal, bytes)
+            assert len(journal) == 4 * (len(PROMPT) + 3500)
+            assert ids[-1] == int.from_bytes(journal[-4:], "little")
+
+
+async def test_client_that_vanishes_frees_the_workers(tiny: Stack) -> None:
+    script = (
+        "import sys; from splitspec.client import Client\n"
+        "with Client(sys.argv[1]) as client:\n"
+        "    for chunk in client.generate([5, 6, 7], max_tokens=3500, ignore_eos=True):\n"
+        "        print(1, flush=True)\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, tiny.address, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    await process.stdout.readline()
+    assert (await target_load(tiny)).live_sessions == 1
+    process.kill()
+    await process.wait()
+
+    async def freed() -> bool:
+        return all(load.handles == 0 for load in await loads(tiny))
+
+    await settle(freed, limit_s=2)
+
+
+async def test_stopping_coordinator_hands_requests_back(tiny_model: Path) -> None:
+    async with tiny_stack(tiny_model, coordinator=("--shutdown-grace-s", "0.3")) as stack:
+        async with AsyncClient(stack.address) as client:
+            expected = await reference(client, PROMPT, 3000)
+            generation = greedy(client, PROMPT, request_id="back", max_tokens=3000)
+            ids = [token.id for token in (await generation.read() or _no_chunk()).tokens]
+            stopping = asyncio.create_task(stack.coordinator.stop())
+            try:
+                while (chunk := await generation.read()) is not None:
+                    ids += [token.id for token in chunk.tokens]
+                pytest.fail("the request wasn't handed back")
+            except UnavailableError as error:
+                assert "this server is stopping" in str(error)  # noqa: PT017
+                assert error.retry_after_s > 0  # noqa: PT017
+            await stopping
+        assert 0 < len(ids) < 3000
+        await stack.coordinator.start()
+        async with AsyncClient(stack.address) as client:
+            retried = greedy(client, PROMPT, request_id="back", resume_offset=len(ids), max_tokens=3000)
+            assert ids + (await retried.result()).token_ids == expected
+
+
+async def test_health_answers_while_a_long_prompt_is_fed(stack: Stack) -> None:
+    async with AsyncClient(stack.address) as client:
+        prompt = [1000 + i % 700 for i in range(3000)]
+        reading = asyncio.create_task(client.generate(prompt, max_tokens=1, speculate=False).result())
+
+        async def feeding() -> bool:
+            return 0 < (await target_load(stack)).kv_tokens < 2500
+
+        await settle(feeding, limit_s=20)
+        assert await health_status(stack.target.address, TARGET_SERVICE) == "SERVING"
+        assert (await target_load(stack)).kv_tokens < 2999
+        assert not reading.done()
+        await reading
+
+
+def _no_chunk() -> Chunk:
+    pytest.fail("the generation ended before its first chunk")
