@@ -42,7 +42,7 @@ def run() -> None:
     try:
         app()
     except SplitspecError as error:
-        err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=not err.is_terminal)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 

@@ -58,13 +58,13 @@ def scenes() -> list[Scene]:
         ),
         Scene(
             "summary",
-            "A summary, greedy: lookup finds its drafts in the text",
-            f"Summarise this text in a few sentences, in its own words.\n\n{text}",
+            "A summary in the text's own sentences, greedy",
+            f"Summarise this text by its most important sentences, word for word.\n\n{text}",
             GenerateOptions(temperature=0, max_tokens=96, drafter="lookup"),
         ),
         Scene(
             "temperature 0.7",
-            "A question at temperature 0.7: layer_skip sends the distribution of each draft token",
+            "A question at temperature 0.7",
             "Why do leaves turn yellow in autumn?",
             GenerateOptions(temperature=0.7, seed=7, max_tokens=64, drafter="layer_skip"),
         ),

@@ -31,7 +31,7 @@ BARE = {
 
 def splitspec(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     words = [str(COMMAND), *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, env={**BARE, **environment})
+    return subprocess.run(words, capture_output=True, text=True, timeout=280, env={**BARE, **environment})
 
 
 def sentence(done: subprocess.CompletedProcess[str]) -> str:
@@ -220,3 +220,23 @@ def test_fetch_demo_model_prints_its_directory(demo_model: Path) -> None:
         "fetch-demo-model", **{k: v for k, v in os.environ.items() if k == "SPLITSPEC_CACHE_DIR"}
     )
     assert (done.returncode, done.stdout) == (0, f"{demo_model}\n")
+
+
+def test_demo_that_can_not_begin(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = splitspec("demo", SPLITSPEC_CACHE_DIR=str(tmp_path / "file" / "cache"))
+    assert done.returncode == 2
+    assert "SPLITSPEC_CACHE_DIR" in sentence(done)
+
+
+@pytest.mark.model
+@pytest.mark.full
+def test_demo(demo_model: Path) -> None:
+    done = splitspec("demo", SPLITSPEC_CACHE_DIR=str(demo_model.parent.parent))
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = {line[:28].strip(): line[28:].split() for line in done.stdout.splitlines()}
+    assert rows["same tokens as plain"][:2] == ["yes", "yes"]
+    question, summary, sampled = map(float, rows["draft acceptance rate"])
+    assert summary > question
+    assert 0 < sampled < 1
+    assert "first answers" in done.stdout
