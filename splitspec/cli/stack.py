@@ -29,7 +29,7 @@ class Stack:
     model: hub id, directory or GGUF file. drafters: as the draft worker's --drafters; without any there is
     no draft worker, and everything decodes plainly. *_args: further flags of each process.
     port: the coordinator's; 0 takes a free one. redis_url: a running Redis; None starts one.
-    log_dir: where the logs go; None takes a temporary directory that is kept when a process crashes.
+    log_dir: where the logs go; None takes a temporary directory that is kept when something fails.
 
     Entering raises ConfigError or SplitspecError when a process can't start. Nothing survives this
     process, nor the thread that entered. Attributes exist once entered: target, draft, coordinator
