@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import machine, save_result  # benchmarks/common.py
@@ -61,7 +63,7 @@ def tiny_model(directory: Path, demo: Path) -> Path:
         max_position_embeddings=8192,
     )
     config.dtype = torch.bfloat16
-    model = AutoModelForCausalLM.from_config(config)
+    model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     model.save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo / name, directory / name)
@@ -118,7 +120,7 @@ async def service_rounds(client: AsyncClient, k: int, max_tokens: int) -> tuple[
         drafter="layer_skip",
     )
     arrivals = [time.perf_counter() async for _ in generation]
-    gaps = [(b - a) * 1e3 for a, b in zip(arrivals, arrivals[1:], strict=False)]
+    gaps = [(b - a) * 1e3 for a, b in itertools.pairwise(arrivals)]
     timings = generation.finished.timings
     outside = (timings.draft_wire_us + timings.target_wire_us) / 1e3 / len(arrivals)
     return gaps, outside
@@ -177,8 +179,8 @@ def main() -> None:
             print(f"{'K':>3} {'gRPC':>9} {'one process':>12} {'difference':>11} {'ratio':>7} {'wire':>7}")
             for k, row in tables[name].items():
                 print(
-                    f"{k:>3} {row['grpc_ms']:>9.2f} {row['one_process_ms']:>12.2f} {row['overhead_ms']:>11.2f} "
-                    f"{row['ratio']:>7.3f} {row['wire_ms']:>7.2f}"
+                    f"{k:>3} {row['grpc_ms']:>9.2f} {row['one_process_ms']:>12.2f} "
+                    f"{row['overhead_ms']:>11.2f} {row['ratio']:>7.3f} {row['wire_ms']:>7.2f}"
                 )
     summary = {
         "overhead_ms_p50": round(statistics.median(row["overhead_ms"] for row in tables["tiny"].values()), 3),

@@ -98,6 +98,7 @@ class Rounds:
     def _commit(self, verdict: common_pb2.Verdict, span: Span) -> Block:
         """Cut the verdict's tokens and commit them. span: the round's."""
         with span.child(names.COMMIT) as commit:
+            self.session.check(verdict)
             offset = self.stopper.num_tokens
             emission = self.stopper.push(verdict.token_ids)
             kept = [token.token_id for token in emission.tokens]

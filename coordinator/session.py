@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from protos.v1 import common_pb2
 from splitspec.errors import OutOfSyncError
-from splitspec.tokens import TokenLog
+from splitspec.tokens import TokenLog, extended_hash
 from splitspec.types import Sampling
 
 
@@ -43,13 +43,17 @@ class Session:
         self.round += count
         return stamp
 
+    def check(self, verdict: common_pb2.Verdict) -> None:
+        """Raise OutOfSyncError when the target doesn't hold this session's tokens with the verdict's."""
+        length = len(self.tokens) + len(verdict.token_ids)
+        expected = extended_hash(self.tokens.prefix_hash(), verdict.token_ids)
+        if (verdict.stamp.base_length, verdict.stamp.prefix_hash) != (length, expected):
+            raise OutOfSyncError(
+                f"the target holds {verdict.stamp.base_length} tokens of session {self.session_id} with "
+                f"prefix_hash {verdict.stamp.prefix_hash:#x}, expected {length} with {expected:#x}"
+            )
+
     def commit(self, verdict: common_pb2.Verdict, kept: list[int]) -> None:
-        """Append a verdict's tokens up to the cut. Raises OutOfSyncError when the target holds others."""
+        """Append a checked verdict's tokens up to the cut."""
         self.tokens.extend(kept)
         self.revision = verdict.stamp.revision
-        whole = len(kept) == len(verdict.token_ids)
-        if whole and verdict.stamp.prefix_hash != self.tokens.prefix_hash():
-            raise OutOfSyncError(
-                f"the target holds other tokens than the {len(self.tokens)} of session {self.session_id}: "
-                f"prefix_hash is {verdict.stamp.prefix_hash:#x}, expected {self.tokens.prefix_hash():#x}"
-            )

@@ -127,6 +127,8 @@ class Stats:
                 self._wire_s[role, name] += waited_s - own_s
                 self.metrics.record_wire(role, wait.timings, waited_s)
                 span.set_timings(wait.timings, waited_s)
+            else:  # a proposal that didn't come: all of it was waiting
+                self._wire_s[role, name] += waited_s
 
     @contextlib.contextmanager
     def round(self) -> Iterator[Span]:

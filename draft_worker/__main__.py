@@ -8,6 +8,7 @@ from draft_worker.drafters import DrafterSpec, build_drafter
 from draft_worker.servicer import DraftWorker
 from protos.v1 import draft_pb2, draft_pb2_grpc
 from splitspec.config import DraftSettings
+from splitspec.errors import ConfigError
 from splitspec.process import registered, run_process, serve_until_signal, telemetry, unique_id
 from splitspec.registry import Registry, WorkerEntry
 from splitspec.serving import Server
@@ -33,6 +34,12 @@ async def serve(settings: DraftSettings, worker_id: str, telemetry: Telemetry) -
         build_drafter(DrafterSpec.parse(text), dtype=settings.dtype, device=settings.device)
         for text in settings.drafters
     ]
+    names = [drafter.info.name for drafter in drafters]
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"--drafters (SPLITSPEC_DRAFTERS) names {', '.join(names)}, expected each name once: add ,name=...",
+            field="drafters",
+        )
     log.info("drafters loaded", drafters=[drafter.info.name for drafter in drafters])
     worker = DraftWorker(
         worker_id,

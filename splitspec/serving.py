@@ -25,6 +25,11 @@ EOF: Any = grpc.aio.EOF
 
 #: Both sides ping an idle connection, so that a dead peer is noticed; servers must allow the pings.
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    # A worker that comes back at the same address is reached at once: by default a channel waits for up to
+    # two minutes, together with all others to that address.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 20_000),

@@ -14,6 +14,17 @@ _PRIME = 0x100000001B3
 _MASK = 2**64 - 1
 
 
+def extended_hash(value: int, ids: Iterable[int]) -> int:
+    """The hash of a sequence of hash `value` once `ids` are appended to it."""
+    for token in ids:
+        value = _next_hash(value, token)
+    return value
+
+
+def _next_hash(value: int, token: int) -> int:
+    return ((value ^ (token + 1)) * _PRIME) & _MASK
+
+
 class TokenLog(Sequence[int]):
     """A growing sequence of token ids that knows the hash of each of its prefixes."""
 
@@ -36,7 +47,7 @@ class TokenLog(Sequence[int]):
     def extend(self, ids: Iterable[int]) -> None:
         value = self._hashes[-1]
         for token in ids:
-            value = ((value ^ (token + 1)) * _PRIME) & _MASK
+            value = _next_hash(value, token)
             self._ids.append(token)
             self._hashes.append(value)
 

@@ -35,7 +35,8 @@ def tiny_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
+    # With this seed no greedy choice of the tests' prompts is a near tie of float32.
+    torch.manual_seed(6)
     config = LlamaConfig(
         vocab_size=49152,
         hidden_size=64,

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from splitspec.cli import config
 from splitspec.errors import ConfigError, SplitspecError
 from splitspec.types import MAX_NUM_DRAFT_TOKENS
 
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 serve = typer.Typer(no_args_is_help=True, help="Run one server; `serve ROLE --help` shows its flags.")
 app.add_typer(serve, name="serve")
+config.register(app)
 
 out = Console(highlight=False)
 err = Console(highlight=False, stderr=True)
@@ -175,6 +177,22 @@ def generate(
         timeout=timeout,
     )
     _run(stream(address, [Message("user", words)] if chat else words, options, as_json, out, err))
+
+
+@app.command()
+def chat(
+    address: Address,
+    system: Annotated[str, typer.Option(help="System message of the conversation.")] = "",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 256,
+    drafter: Annotated[str, typer.Option(help="Name of the drafter.", show_default="the server's")] = "",
+) -> None:
+    """Talk to the model, line by line, in one session: each turn feeds only the new tokens."""
+    from splitspec.cli.chat import converse
+    from splitspec.client import GenerateOptions
+
+    options = GenerateOptions(temperature=temperature, max_tokens=max_tokens, drafter=drafter)
+    _run(converse(address, system, options, out, err))
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -80,9 +81,14 @@ async def play(redis_url: str | None, console: Console) -> None:
                 lambda line: steps.update("demo model", line.removeprefix("demo model: "), False)
             )
             steps.update("demo model", model.name, True)
+            trace = Path(tempfile.mkdtemp(prefix="splitspec-demo-")) / "trace.jsonl"
+            flag = [f"--trace-file={trace}"]
             stack = Stack(
                 model=model,
                 drafters=["lookup", f"layer_skip={model}"],
+                target_args=flag,
+                draft_args=flag,
+                coordinator_args=flag,
                 redis_url=redis_url,
                 progress=steps.update,
             )
@@ -104,6 +110,7 @@ async def play(redis_url: str | None, console: Console) -> None:
         console.print(report(played))
         with console.status("stopping"):
             await exits.aclose()
+        console.print(f"the trace of every request: {trace} (docs/telemetry.md)", soft_wrap=True)
 
 
 async def _warm_up(client: AsyncClient, steps: Steps) -> None:

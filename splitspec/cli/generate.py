@@ -10,6 +10,7 @@ from rich.console import Console
 from splitspec.cli.origins import legend, marked, needs_signs
 from splitspec.client import AsyncClient, AsyncGeneration, GenerateOptions, Prompt
 from splitspec.client.values import to_json
+from splitspec.types import Origin
 
 
 async def stream(
@@ -21,23 +22,29 @@ async def stream(
         if as_json:
             out.out(json.dumps(to_json(await generation.result()), ensure_ascii=False))
             return
-        begun = time.monotonic()
-        with err.status("waiting for the first token"):
-            chunk = await generation.read()
-        origins = set()
-        first_s = time.monotonic() - begun
-        while chunk is not None:
-            pieces = [(token.origin, text) for token, text in chunk.pieces]
-            origins |= {origin for origin, _ in pieces}
-            if needs_signs(out):
-                out.out(chunk.text, end="")
-            else:
-                out.print(marked(pieces, signs=False), end="", soft_wrap=True)
-            chunk = await generation.read()
-        out.print()
+        origins, first_s = await show(generation, out, err)
         if not needs_signs(out):
             err.print(legend(origins, signs=False))
         err.print(_summary(generation, first_s), style="dim")
+
+
+async def show(generation: AsyncGeneration, out: Console, err: Console) -> tuple[set[Origin], float]:
+    """Print the text as it comes; returns the origins that it has, and the seconds to the first chunk."""
+    begun = time.monotonic()
+    with err.status("waiting for the first token"):
+        chunk = await generation.read()
+    origins: set[Origin] = set()
+    first_s = time.monotonic() - begun
+    while chunk is not None:
+        pieces = [(token.origin, text) for token, text in chunk.pieces]
+        origins |= {origin for origin, _ in pieces}
+        if needs_signs(out):
+            out.out(chunk.text, end="")
+        else:
+            out.print(marked(pieces, signs=False), end="", soft_wrap=True)
+        chunk = await generation.read()
+    out.print()
+    return origins, first_s
 
 
 def _summary(generation: AsyncGeneration, first_s: float) -> str:

@@ -42,7 +42,8 @@ class Proxy(grpc.GenericRpcHandler):
                 call: Any = channel.stream_stream(name)(requests)  # type: ignore[arg-type]
                 try:
                     async for answer in call:
-                        for delay_s, copy in self._tamper(answer):
+                        copies = self._tamper(answer) if name.endswith("Session") else [(0.0, answer)]
+                        for delay_s, copy in copies:
                             await asyncio.sleep(delay_s)
                             yield copy
                 except grpc.aio.AioRpcError as error:

@@ -1,0 +1,46 @@
+"""`splitspec chat`: a conversation in one session, so that each turn feeds only what is new."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import uuid
+
+from rich.console import Console
+
+from splitspec.cli.generate import show
+from splitspec.client import AsyncClient, GenerateOptions, Message
+
+
+async def converse(address: str, system: str, options: GenerateOptions, out: Console, err: Console) -> None:
+    """Read a line, answer it, until the input ends; then the session is closed.
+
+    An error ends its own turn; the conversation goes on from what was committed.
+    """
+    session_id = options.setdefault("session_id", f"chat-{uuid.uuid4().hex[:12]}")
+    err.print(f"session {session_id}; Ctrl-D ends it", style="dim")
+    messages = [Message("system", system)] if system else []
+    async with AsyncClient(address) as client:
+        try:
+            while (line := await asyncio.to_thread(_read_line, err)) is not None:
+                if not line.strip():
+                    continue
+                generation = client.generate([*messages, Message("user", line)], **options)
+                messages = []  # the session has them from now on
+                await show(generation, out, err)
+                usage = generation.finished.usage
+                fed = usage.prompt_tokens - usage.cached_tokens
+                err.print(
+                    f"{usage.completion_tokens} tokens; {fed} of {usage.prompt_tokens} fed", style="dim"
+                )
+        finally:
+            await client.close_session(session_id, tenant=options.get("tenant", ""))
+
+
+def _read_line(err: Console) -> str | None:
+    """The next line of standard input, None at its end."""
+    if sys.stdin.isatty():
+        err.print("> ", end="", style="bold")
+        sys.stderr.flush()
+    line = sys.stdin.readline()
+    return line.rstrip("\n") if line else None
