@@ -37,7 +37,7 @@ async def serve(settings: DraftSettings, worker_id: str, telemetry: Telemetry) -
     names = [drafter.info.name for drafter in drafters]
     if len(set(names)) < len(names):
         raise ConfigError(
-            f"--drafters (SPLITSPEC_DRAFTERS) names {', '.join(names)}, expected each name once: add ,name=...",
+            f"--drafters (SPLITSPEC_DRAFTERS): names {', '.join(names)}, expected each once: add ,name=...",
             field="drafters",
         )
     log.info("drafters loaded", drafters=[drafter.info.name for drafter in drafters])
