@@ -35,6 +35,26 @@ async def stack(demo_model: Path) -> AsyncIterator[Stack]:
         yield running
 
 
+PATIENT = ["--draft-patience", "1000", "--draft-timeout-s", "5", "--draft-retry-s", "0.2"]
+
+
+def tiny_stack(model: Path, *, target: tuple[str, ...] = (), coordinator: tuple[str, ...] = ()) -> Stack:
+    """A stack on the tiny model, whose default draft is the target itself."""
+    return Stack(
+        model=model,
+        drafters=["lookup", f"model={model}"],
+        target_args=target,
+        coordinator_args=[*PATIENT, "--drafter", "model", *coordinator],
+    )
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def tiny(tiny_model: Path) -> AsyncIterator[Stack]:
+    """A tiny stack that its tests leave whole."""
+    async with tiny_stack(tiny_model) as stack:
+        yield stack
+
+
 async def target_load(stack: Stack) -> common_pb2.WorkerLoad:
     async with grpc.aio.insecure_channel(stack.target.address) as channel:
         stub = target_pb2_grpc.TargetWorkerServiceStub(channel)

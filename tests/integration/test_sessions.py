@@ -6,12 +6,10 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Unpack
 
 import pytest
-import pytest_asyncio
 from redis import Redis
 
 from protos.v1 import target_pb2
@@ -19,33 +17,16 @@ from splitspec.cli.health import health_status
 from splitspec.cli.process import ServerProcess
 from splitspec.cli.stack import Stack
 from splitspec.client import AsyncClient, AsyncGeneration, Chunk, GenerateOptions, Message
-from splitspec.errors import InvalidRequestError, SessionBusyError, UnavailableError
+from splitspec.errors import InvalidRequestError, OverloadedError, SessionBusyError, UnavailableError
 from splitspec.registry import EmbeddedRedis
 from splitspec.types import Origin
-from tests.integration.conftest import loads, settle, target_load
+from tests.integration.conftest import PATIENT, loads, settle, target_load, tiny_stack
 from tests.integration.proxy import Proxy
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetWorkerService"].full_name
 PROMPT = list(range(1000, 1040))
-PATIENT = ["--draft-patience", "1000", "--draft-timeout-s", "5", "--draft-retry-s", "0.2"]
-
-
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def tiny(tiny_model: Path) -> AsyncIterator[Stack]:
-    """A stack that its tests leave whole; its draft is the target itself."""
-    async with tiny_stack(tiny_model) as stack:
-        yield stack
-
-
-def tiny_stack(model: Path, *, target: tuple[str, ...] = (), coordinator: tuple[str, ...] = ()) -> Stack:
-    return Stack(
-        model=model,
-        drafters=["lookup", f"model={model}"],
-        target_args=target,
-        coordinator_args=[*PATIENT, "--drafter", "model", *coordinator],
-    )
 
 
 def greedy(client: AsyncClient, prompt: list[int], **options: Unpack[GenerateOptions]) -> AsyncGeneration:
@@ -185,6 +166,47 @@ async def test_duplicated_and_delayed_verdicts_change_nothing(tiny_model: Path) 
                         expected = result.token_ids
                     assert result.token_ids == expected
     assert count > 60
+
+
+async def test_a_wrong_verdict_is_never_committed(tiny_model: Path) -> None:
+    count = 0
+
+    def tamper(answer: bytes) -> list[tuple[float, bytes]]:
+        nonlocal count
+        response = target_pb2.TargetSessionResponse.FromString(answer)
+        if response.HasField("verdict"):
+            count += 1
+            if count in (4, 9):  # the token is another than the hash says
+                response.verdict.token_ids[-1] ^= 1
+        return [(0.0, response.SerializeToString())]
+
+    async with Proxy(tamper) as proxy:
+        advertised = ("--advertise", f"127.0.0.1:{proxy.port}")
+        async with tiny_stack(tiny_model, target=advertised) as stack:
+            proxy.upstream = stack.target.address
+            async with AsyncClient(stack.address) as client:
+                generation = greedy(client, PROMPT, max_tokens=60)
+                chunks = [chunk async for chunk in generation]
+                ids = [token.id for chunk in chunks for token in chunk.tokens]
+                assert [chunk.offset for chunk in chunks[1:]] == [
+                    chunk.offset + len(chunk.tokens) for chunk in chunks[:-1]
+                ]
+                assert ids == await reference(client, PROMPT, 60)
+    assert count > 9
+
+
+async def test_requests_over_the_limit_are_refused(tiny_model: Path) -> None:
+    async with (
+        tiny_stack(tiny_model, coordinator=("--max-requests", "1")) as stack,
+        AsyncClient(stack.address) as client,
+    ):
+        first = greedy(client, PROMPT, max_tokens=300)
+        await first.read()
+        with pytest.raises(OverloadedError, match="all 1 requests") as caught:
+            await greedy(client, PROMPT, max_tokens=2).result()
+        assert caught.value.retry_after_s > 0
+        assert len((await first.result()).tokens) == 300
+        assert len((await greedy(client, PROMPT, max_tokens=2).result()).tokens) == 2
 
 
 async def test_target_killed_and_restarted_between_turns(tiny_model: Path) -> None:
