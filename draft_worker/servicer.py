@@ -12,7 +12,7 @@ import structlog
 from draft_worker.drafters.base import Drafter
 from protos.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from splitspec.errors import InvalidRequestError, NotFoundError, OutOfSyncError
-from splitspec.handles import HandleStore, Held, receive_open
+from splitspec.handles import HandleStore, Held, offered_tokens
 from splitspec.model_thread import ModelThread, Timer
 from splitspec.sampling.randomness import CounterNoise
 from splitspec.serving import EOF
@@ -112,8 +112,8 @@ class DraftWorker(draft_pb2_grpc.DraftWorkerServiceServicer):
                         opened = await session.open(request, timer)
                         work.opened(opened, request.stamp.base_length)
                         answer = draft_pb2.DraftSessionResponse(opened=opened)
-                    elif session is None:
-                        raise InvalidRequestError.of("message", kind, "open first")
+                    elif session is None or not session.opened:
+                        raise InvalidRequestError.of("message", kind, "open first, until it is complete")
                     elif kind == "propose":
                         proposal = await session.propose(request, timer)
                         work.proposed(proposal)
@@ -156,25 +156,40 @@ class DraftSession:
             # The session's last request had another drafter: its state is of no use to this one.
             self._held.state = Drafting(drafter, drafter.open())
         self._lease_s = request.open.lease_ms / 1000
+        self.opened = False
 
     async def open(self, request: draft_pb2.DraftSessionRequest, timer: Timer) -> common_pb2.Opened:
-        """Take over the committed tokens, and feed them chunk by chunk."""
+        """Take over the committed tokens, and feed them chunk by chunk.
+
+        Once a session is open a repeated Open takes nothing back.
+        """
         held, drafting = self._held, self._held.state
         held.check_epoch(request.stamp)
+        if self.opened:
+            return self._answer(len(held.tokens), timer)
         self._sampling = Sampling.from_proto(request.open.sampling)
         if self._sampling.seed is None:
             raise InvalidRequestError.of("open.sampling.seed", None, "the request's seed")
-        same = receive_open(held, request.stamp, request.open, self._vocabulary_size)
-        if same is None:
-            return common_pb2.Opened(handle=held.handle, length=len(held.tokens), timings=timer.to_proto())
-        cached = min(same, drafting.drafter.held_tokens(drafting.state))
+        offered = offered_tokens(held.tokens, request.stamp, request.open, self._vocabulary_size)
+        held.tokens = offered.tokens
+        cached = min(offered.same, drafting.drafter.held_tokens(drafting.state))
+        if not offered.complete:
+            return self._answer(cached, timer)
         fed = cached
         while fed < len(held.tokens):
             fed = min(fed + self._worker.prompt_chunk, len(held.tokens))
             await self._run(lambda n=fed: drafting.drafter.feed(drafting.state, held.tokens[:n]), timer)
         held.revision, held.round = request.stamp.revision, request.stamp.round
+        self.opened = True
+        return self._answer(cached, timer)
+
+    def _answer(self, cached_length: int, timer: Timer) -> common_pb2.Opened:
+        held = self._held
         return common_pb2.Opened(
-            handle=held.handle, length=len(held.tokens), cached_length=cached, timings=timer.to_proto()
+            handle=held.handle,
+            length=len(held.tokens),
+            cached_length=cached_length,
+            timings=timer.to_proto(),
         )
 
     async def propose(

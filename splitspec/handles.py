@@ -37,6 +37,10 @@ class Held(Generic[T]):
 
     def check_epoch(self, stamp: common_pb2.Stamp) -> None:
         """Raise StaleError when the message, or this stream, belongs to an owner that was replaced."""
+        if stamp.session_id != self.session_id:
+            raise InvalidRequestError.of(
+                "stamp.session_id", stamp.session_id, f"{self.session_id}, as opened"
+            )
         if self.fenced or stamp.epoch != self.epoch:
             raise StaleError(
                 f"epoch {stamp.epoch} of session {stamp.session_id} is not the current one: "
@@ -92,9 +96,9 @@ class HandleStore(Generic[T]):
     ) -> Held[T]:
         """The session under `handle`, or a new one when the handle is empty or no longer held.
 
-        The stream that had it under an older epoch is fenced off. Raises StaleError for an older epoch,
-        NotFoundError when the handle belongs to another session or tenant, and OverloadedError when every
-        place is taken by a running request.
+        The stream that had it under an older epoch is fenced off. Raises StaleError for an epoch that isn't
+        newer, NotFoundError when the handle belongs to another session or tenant, and OverloadedError when
+        every place is taken by a running request.
         """
         self.reap()
         previous = self._held.get(handle)
@@ -107,7 +111,7 @@ class HandleStore(Generic[T]):
             raise NotFoundError(
                 f"the handle doesn't belong to session {stamp.session_id}", field="open.handle"
             )
-        if stamp.epoch < previous.epoch or (previous.attached and stamp.epoch == previous.epoch):
+        if stamp.epoch <= previous.epoch:
             raise StaleError(
                 f"epoch {stamp.epoch} of session {stamp.session_id} is not newer than {previous.epoch}: "
                 "another coordinator owns the session"
@@ -167,14 +171,24 @@ class HandleStore(Generic[T]):
         del self._held[idle.handle]
 
 
-def receive_open(
-    held: Held[T], stamp: common_pb2.Stamp, message: common_pb2.Open, vocabulary_size: int
-) -> int | None:
-    """Take over the committed tokens of an Open.
+@dataclass(frozen=True, eq=False)
+class Offered:
+    """What becomes of the committed tokens with an Open.
 
-    Returns how many leading tokens are the same as before, so that their KV may stay. Or None when the
-    tokens before `start` aren't held: then nothing is taken over, `held` keeps those that it has (none if
-    they turned out to be different), and the coordinator sends the others.
+    tokens: those to hold. same: how many leading ones of them are held already, so that their KV may stay.
+    complete: these are all; else the coordinator has to send those from len(tokens) on.
+    """
+
+    tokens: TokenLog
+    same: int
+    complete: bool
+
+
+def offered_tokens(
+    held: TokenLog, stamp: common_pb2.Stamp, message: common_pb2.Open, vocabulary_size: int
+) -> Offered:
+    """What an Open makes of the tokens that are held. Changes nothing: the KV has to be cut first.
+
     Raises InvalidRequestError for ids outside the vocabulary or lengths that don't add up.
     """
     if message.start + len(message.token_ids) != stamp.base_length:
@@ -186,18 +200,15 @@ def receive_open(
     for token in message.token_ids:
         if token >= vocabulary_size:
             raise InvalidRequestError.of("open.token_ids", token, f"an id below {vocabulary_size}")
-    if len(held.tokens) < message.start:
-        return None
-    tokens = TokenLog(held.tokens[: message.start])
+    if len(held) < message.start:
+        return Offered(held, len(held), complete=False)
+    tokens = TokenLog(held[: message.start])
     tokens.extend(message.token_ids)
-    if tokens.prefix_hash() != stamp.prefix_hash:
-        if message.start == 0:
-            raise InvalidRequestError.of(
-                "stamp.prefix_hash", stamp.prefix_hash, f"{tokens.prefix_hash()} for these ids"
-            )
-        held.tokens.truncate(0)
-        return None
-    same = next((i for i, (a, b) in enumerate(zip(held.tokens, tokens, strict=False)) if a != b), None)
-    same = min(len(held.tokens), len(tokens)) if same is None else same
-    held.tokens = tokens
-    return same
+    if tokens.prefix_hash() == stamp.prefix_hash:
+        different = (i for i, (a, b) in enumerate(zip(held, tokens, strict=False)) if a != b)
+        return Offered(tokens, next(different, min(len(held), len(tokens))), complete=True)
+    if message.start == 0:
+        raise InvalidRequestError.of(
+            "stamp.prefix_hash", stamp.prefix_hash, f"{tokens.prefix_hash()} for these ids"
+        )
+    return Offered(TokenLog(), 0, complete=False)  # other tokens are held: none can be trusted

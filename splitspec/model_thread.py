@@ -34,7 +34,8 @@ class Timer:
 class ModelThread:
     """Runs jobs one after another in the order of their submission.
 
-    A caller that is cancelled leaves its job running to its end; the next job sees its effects.
+    When a caller is cancelled, a job that runs is finished, and the next one sees its effects; a job that
+    still waits is dropped.
     """
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from protos.v1 import common_pb2, target_pb2, target_pb2_grpc
 from splitspec.engine.causal_lm import CausalLM
 from splitspec.engine.kv import KV
 from splitspec.errors import InvalidRequestError
-from splitspec.handles import HandleStore, Held, receive_open
+from splitspec.handles import HandleStore, Held, offered_tokens
 from splitspec.model_thread import ModelThread, Timer
 from splitspec.serving import EOF
 from splitspec.telemetry import Telemetry, names
@@ -102,8 +102,8 @@ class TargetWorker(target_pb2_grpc.TargetWorkerServiceServicer):
                         opened = await session.open(request, timer)
                         work.opened(opened, request.stamp.base_length)
                         answer = target_pb2.TargetSessionResponse(opened=opened)
-                    elif session is None:
-                        raise InvalidRequestError.of("message", kind, "open first")
+                    elif session is None or not session.opened:
+                        raise InvalidRequestError.of("message", kind, "open first, until it is complete")
                     elif kind == "verify":
                         verdict = await session.verify(request.stamp, request.verify.proposal, timer)
                         work.verified(verdict)
@@ -134,30 +134,45 @@ class TargetSession:
             request.stamp, request.open.handle, request.open.tenant, worker.model.new_kv
         )
         self._lease_s = request.open.lease_ms / 1000
+        self.opened = False
 
     async def open(self, request: target_pb2.TargetSessionRequest, timer: Timer) -> common_pb2.Opened:
-        """Take over the committed tokens, and feed those but the last that the KV lacks, chunk by chunk."""
+        """Take over the committed tokens, and feed those but the last that the KV lacks, chunk by chunk.
+
+        Once a session is open a repeated Open takes nothing back.
+        """
         held, stamp, model = self._held, request.stamp, self._worker.model
         held.check_epoch(stamp)
+        if self.opened:
+            return self._answer(held.state.length, timer)
         self._sampling = Sampling.from_proto(request.open.sampling)
         self._rule = _rule(request.open, self._sampling)
         if not 1 <= stamp.base_length < model.info.max_context:
             raise InvalidRequestError.of(
                 "open.token_ids", f"{stamp.base_length} tokens", f"1 to {model.info.max_context - 1} tokens"
             )
-        same = receive_open(held, stamp, request.open, model.info.vocabulary_size)
-        kept = min(
-            len(held.tokens) if same is None else same, held.state.length, max(len(held.tokens) - 1, 0)
-        )
-        await self._run(lambda: model.truncate(held.state, kept), timer)
-        if same is None:
-            return common_pb2.Opened(handle=held.handle, length=len(held.tokens), timings=timer.to_proto())
+        offered = offered_tokens(held.tokens, stamp, request.open, model.info.vocabulary_size)
+        most = min(offered.same, max(len(offered.tokens) - 1, 0))
+        # What is held changes only once the KV is cut: a job that waits is dropped with its stream.
+        await self._run(lambda: model.truncate(held.state, min(most, held.state.length)), timer)
+        held.tokens = offered.tokens
+        kept = held.state.length
+        if not offered.complete:
+            return self._answer(kept, timer)
         while (fed := held.state.length) < len(held.tokens) - 1:
             chunk = held.tokens[fed : min(fed + self._worker.prompt_chunk, len(held.tokens) - 1)]
             await self._run(lambda chunk=chunk: model.forward(held.state, chunk, num_rows=0), timer)
         held.revision, held.round = stamp.revision, stamp.round
+        self.opened = True
+        return self._answer(kept, timer)
+
+    def _answer(self, cached_length: int, timer: Timer) -> common_pb2.Opened:
+        held = self._held
         return common_pb2.Opened(
-            handle=held.handle, length=len(held.tokens), cached_length=kept, timings=timer.to_proto()
+            handle=held.handle,
+            length=len(held.tokens),
+            cached_length=cached_length,
+            timings=timer.to_proto(),
         )
 
     async def verify(

@@ -11,7 +11,7 @@ from splitspec.errors import (
     SplitspecError,
     StaleError,
 )
-from splitspec.handles import HandleStore, Held, receive_open
+from splitspec.handles import HandleStore, Held, Offered, offered_tokens
 from splitspec.tokens import TokenLog
 
 
@@ -95,6 +95,8 @@ def test_a_new_epoch_fences_the_old_stream_off(store: HandleStore[list[int]]) ->
     store.detach(old, 0)  # its end changes nothing any more
     assert store.held == [new]
     new.check_epoch(stamp(6))
+    with pytest.raises(InvalidRequestError, match=r"stamp\.session_id is 'u'"):
+        new.check_epoch(stamp(6, "u"))
     for epoch in (5, 7):
         with pytest.raises(StaleError):
             new.check_epoch(stamp(epoch))
@@ -129,9 +131,9 @@ def test_release(store: HandleStore[list[int]]) -> None:
     assert len(store) == 0
 
 
-def opened(held: Held[list[int]], tokens: list[int], start: int, vocabulary: int = 100) -> int | None:
+def offer(held: list[int], tokens: list[int], start: int, vocabulary: int = 100) -> Offered:
     message = common_pb2.Open(start=start, token_ids=tokens[start:])
-    return receive_open(held, stamp(tokens=tokens), message, vocabulary)
+    return offered_tokens(TokenLog(held), stamp(tokens=tokens), message, vocabulary)
 
 
 @pytest.mark.parametrize(
@@ -145,34 +147,26 @@ def opened(held: Held[list[int]], tokens: list[int], start: int, vocabulary: int
         ([5, 6], [1, 2], 0, 0),
     ],
 )
-def test_open_takes_tokens_over(
-    store: HandleStore[list[int]], before: list[int], tokens: list[int], start: int, same: int
-) -> None:
-    held = attach(store)
-    held.tokens.extend(before)
-    assert opened(held, tokens, start) == same
-    assert list(held.tokens) == tokens
+def test_an_open_offers_tokens(before: list[int], tokens: list[int], start: int, same: int) -> None:
+    offered = offer(before, tokens, start)
+    assert (list(offered.tokens), offered.same, offered.complete) == (tokens, same, True)
 
 
-def test_open_says_what_is_missing(store: HandleStore[list[int]]) -> None:
-    held = attach(store)
-    held.tokens.extend([1, 2])
-    assert opened(held, [1, 2, 3, 4], 3) is None
-    assert list(held.tokens) == [1, 2]
+def test_an_open_may_leave_tokens_out_that_are_missing() -> None:
+    offered = offer([1, 2], [1, 2, 3, 4], 3)
+    assert (list(offered.tokens), offered.same, offered.complete) == ([1, 2], 2, False)
     # Other tokens of the same length: none of them can be trusted.
-    assert opened(held, [1, 7, 3], 2) is None
-    assert list(held.tokens) == []
-    assert opened(held, [1, 7, 3], 0) == 0
+    offered = offer([1, 2], [1, 7, 3], 2)
+    assert (list(offered.tokens), offered.same, offered.complete) == ([], 0, False)
 
 
-def test_bad_opens(store: HandleStore[list[int]]) -> None:
-    held = attach(store)
+def test_bad_opens() -> None:
     with pytest.raises(InvalidRequestError, match=r"open\.token_ids is 100, expected an id below 100"):
-        opened(held, [1, 100], 0)
+        offer([], [1, 100], 0)
     with pytest.raises(InvalidRequestError, match="to reach 2"):
-        receive_open(held, stamp(tokens=[1, 2]), common_pb2.Open(token_ids=[1]), 100)
+        offered_tokens(TokenLog(), stamp(tokens=[1, 2]), common_pb2.Open(token_ids=[1]), 100)
     with pytest.raises(InvalidRequestError, match=r"stamp\.prefix_hash"):
-        receive_open(held, stamp(tokens=[1, 2]), common_pb2.Open(token_ids=[1, 3]), 100)
+        offered_tokens(TokenLog(), stamp(tokens=[1, 2]), common_pb2.Open(token_ids=[1, 3]), 100)
 
 
 def test_other_tokens_of_the_same_length_are_noticed(store: HandleStore[list[int]]) -> None:

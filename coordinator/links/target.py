@@ -97,7 +97,7 @@ class TargetLink(Link[target_pb2.TargetSessionRequest, target_pb2.TargetSessionR
 
     async def _verdict(self, wait: Wait) -> common_pb2.Verdict:
         verdict = (await self._answer("verdict")).verdict
-        while verdict.stamp.round < self._next_round:
+        while self._is_stale(verdict.stamp):
             log.info("stale verdict dropped", session=self._session.session_id, round=verdict.stamp.round)
             verdict = (await self._answer("verdict")).verdict
         if verdict.stamp.round != self._next_round:
@@ -108,6 +108,10 @@ class TargetLink(Link[target_pb2.TargetSessionRequest, target_pb2.TargetSessionR
         wait.verified(verdict)
         self.pass_s = (verdict.timings.model_us + verdict.timings.sampling_us) / 1e6
         return verdict
+
+    def _is_stale(self, stamp: common_pb2.Stamp) -> bool:
+        ours = (self._session.session_id, self._session.epoch)
+        return (stamp.session_id, stamp.epoch) != ours or stamp.round < self._next_round
 
     async def _answer(self, kind: str | None) -> target_pb2.TargetSessionResponse:
         try:

@@ -140,6 +140,9 @@ async def test_message_over_the_limit(
     assert "larger than max (5000" in (caught.value.details() or "")
 
 
+OLD = common_pb2.Proposal(stamp=common_pb2.Stamp(session_id="raw"))
+
+
 def target_requests(epoch: int, *messages: Any) -> list[target_pb2.TargetSessionRequest]:
     """An Open of three tokens, and what follows it."""
     from splitspec.tokens import TokenLog
@@ -172,9 +175,9 @@ def target_requests(epoch: int, *messages: Any) -> list[target_pb2.TargetSession
         ),
         ({}, "INVALID_ARGUMENT", "message is None, expected open, verify, decode or close"),
         (
-            {"verify": target_pb2.Verify(proposal=common_pb2.Proposal())},
+            {"verify": target_pb2.Verify(proposal=OLD)},
             "ABORTED",
-            "epoch 0 of session  is not the current one",
+            "epoch 0 of session raw is not the current one",
         ),
     ],
 )

@@ -169,6 +169,32 @@ async def test_a_new_owner_fences_the_old_one_off(
     assert released.released
 
 
+async def test_a_repeated_open_takes_nothing_back(stream: Stream) -> None:
+    await stream.verify(1, [21])
+    tokens, stream.tokens = stream.tokens, TokenLog(range(11, 16))
+    assert (await stream.open()).length == len(tokens)
+    stream.tokens = tokens
+    await stream.verify(2, [22])
+
+
+async def test_nothing_comes_before_a_complete_open(
+    stub: target_pb2_grpc.TargetWorkerServiceAsyncStub,
+) -> None:
+    stream = Stream(stub, "incomplete")
+    open_ = common_pb2.Open(
+        start=3,
+        token_ids=stream.tokens[3:],
+        sampling=common_pb2.SamplingParams(temperature=0, seed=1),
+        rule=common_pb2.VERIFICATION_RULE_GREEDY,
+    )
+    await stream.call.write(target_pb2.TargetSessionRequest(stamp=stream.stamp(0), open=open_))
+    assert (await stream.call.read()).opened.length == 0
+    await stream.send(1, [21])
+    code, details = await stream.refused()
+    assert code == "INVALID_ARGUMENT"
+    assert "open first" in details
+
+
 async def test_plain_tokens_are_those_of_verification(
     stub: target_pb2_grpc.TargetWorkerServiceAsyncStub,
 ) -> None:
