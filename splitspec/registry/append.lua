@@ -13,8 +13,6 @@ if start == length then
 elseif start + #tokens > length or redis.call('GETRANGE', journal, start, start + #tokens - 1) ~= tokens then
   return {'out_of_sync', length / 4}
 end
-if tonumber(ARGV[4]) > tonumber(redis.call('HGET', record, 'round') or 0) then
-  redis.call('HSET', record, 'round', ARGV[4])
-end
+raise_round(record, ARGV[4])
 renew(record, journal, now_ms())
 return {'ok'}

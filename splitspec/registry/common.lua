@@ -42,6 +42,13 @@ local function renew(record, journal, now)
   expire_at(record, journal, lease_end + ABANDONED_MS)
 end
 
+-- Store the last round taken; it never falls.
+local function raise_round(record, round)
+  if tonumber(round) > tonumber(redis.call('HGET', record, 'round') or 0) then
+    redis.call('HSET', record, 'round', round)
+  end
+end
+
 local function snapshot(record, journal)
   local fields = redis.call('HMGET', record, 'epoch', 'target', 'draft', 'revision', 'round', 'request')
   fields[7] = redis.call('GET', journal)

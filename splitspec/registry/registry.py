@@ -90,16 +90,17 @@ class Registry:
         owner: str,
         lease_ms: int,
         token_ids: Sequence[int],
+        round_number: int = 0,
     ) -> None:
         """Write a session that Redis lost again, for the owner that goes on with it.
 
-        epoch, owner and lease_ms: those of open_session. token_ids: the whole journal. What was saved is
-        lost, and is saved again by the next save and save_request.
+        epoch, owner and lease_ms: those of open_session. token_ids: the whole journal. round_number: as for
+        append. What was saved is lost, and is saved again by the next save and save_request.
         A session that is still there under `epoch` and `owner` keeps what was saved, and its journal is
         lengthened to token_ids; raises OutOfSyncError when they don't begin with it, StaleError when the
         session has another epoch or was ended.
         """
-        args = (owner, lease_ms, _to_bytes(token_ids))
+        args = (owner, lease_ms, _to_bytes(token_ids), round_number)
         outcome, *detail = await self._fenced("restore", tenant, session_id, epoch, *args)
         if outcome == b"out_of_sync":
             raise OutOfSyncError(

@@ -1,5 +1,5 @@
 -- Writes a session that Redis lost again. A repeated call succeeds, and lengthens the journal to its tokens.
--- KEYS: record, journal. ARGV: epoch, owner, lease_ms, tokens (4 bytes each).
+-- KEYS: record, journal. ARGV: epoch, owner, lease_ms, tokens (4 bytes each), last round number taken.
 -- Reply: {'ok'} | {'stale', epoch} | {'out_of_sync', journal length in tokens}.
 local record, journal, tokens = KEYS[1], KEYS[2], ARGV[4]
 local held = redis.call('HMGET', record, 'epoch', 'owner')
@@ -14,5 +14,6 @@ if held[1] then
 end
 redis.call('HSET', record, 'epoch', ARGV[1], 'owner', ARGV[2], 'lease_ms', ARGV[3])
 redis.call('SET', journal, tokens)
+raise_round(record, ARGV[5])
 renew(record, journal, now_ms())
 return {'ok'}

@@ -21,14 +21,14 @@ async def test_a_session_that_redis_lost_is_not_found(registry: Registry, client
 async def test_a_lost_session_is_restored(registry: Registry, client: Redis) -> None:
     epoch = (await open_session(registry)).epoch
     client.flushall()
-    await registry.restore("t", "s", epoch, "a", LEASE_MS, [0, 2**32 - 1])
+    await registry.restore("t", "s", epoch, "a", LEASE_MS, [0, 2**32 - 1], 5)
     assert all(client.pttl(key) > LEASE_MS for key in keys_of(client))
     with pytest.raises(SessionBusyError):
         await open_session(registry, "b")
     await registry.append("t", "s", epoch, 2, [3])
     await registry.end("t", "s", epoch, keep_ms=LEASE_MS)
     record = await open_session(registry, "b")
-    assert record == SessionRecord("t", "s", record.epoch, (0, 2**32 - 1, 3))
+    assert record == SessionRecord("t", "s", record.epoch, (0, 2**32 - 1, 3), round_number=5)
     assert record.epoch > epoch
 
 
