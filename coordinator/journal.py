@@ -9,7 +9,7 @@ from typing import Self
 import structlog
 
 from coordinator.session import Session
-from splitspec.errors import NotFoundError, SplitspecError, UnavailableError
+from splitspec.errors import NotFoundError, OutOfSyncError, SplitspecError, StaleError, UnavailableError
 from splitspec.registry import Registry
 
 log = structlog.get_logger()
@@ -22,8 +22,9 @@ _RETRY_S = 0.1
 class Journal:
     """Appends the session's committed tokens as they come. Use as an async context manager.
 
-    With Redis away, tokens wait here and are appended when it is back; a Redis that has lost the session
-    gets it again. A refusal, when another coordinator owns the session, is raised by `acknowledged`.
+    With Redis away, tokens wait here and are appended when it is back; a Redis that has lost the session or
+    its last tokens gets them again. A refusal, when another coordinator owns the session, is raised by
+    `acknowledged`.
     """
 
     def __init__(self, registry: Registry, session: Session, owner: str, lease_s: float) -> None:
@@ -32,7 +33,7 @@ class Journal:
         self._session = session
         self._owner = owner
         self._lease_ms = round(lease_s * 1000)
-        self._length = len(session.tokens)
+        self._length = self._asked = len(session.tokens)
         self._away = False
         self._refusal: SplitspecError | None = None
         self._wake = asyncio.Event()
@@ -49,8 +50,8 @@ class Journal:
 
     @property
     def complete(self) -> bool:
-        """Everything that was committed is in the journal."""
-        return self._length == len(self._session.tokens)
+        """Every token that was asked for is in the journal."""
+        return self._length >= self._asked
 
     async def acknowledged(self, length: int, patience_s: float = _PATIENCE_S) -> bool:
         """Whether the session's first `length` tokens are in the journal.
@@ -58,6 +59,7 @@ class Journal:
         Waits for it, but not longer than the patience, and not at all while Redis is known to be away.
         Raises StaleError when another coordinator owns the session.
         """
+        self._asked = max(self._asked, length)
         self._wake.set()
         async with self._changed:
             try:
@@ -68,19 +70,21 @@ class Journal:
             raise self._refusal
         return self._length >= length
 
-    async def flush(self, limit_s: float) -> bool:
-        """Wait until the journal is complete; False when it isn't within the limit. Raises StaleError."""
+    async def flush(self, limit_s: float) -> None:
+        """Wait until the journal is complete. Raises UnavailableError at the limit, StaleError."""
         deadline = asyncio.get_running_loop().time() + limit_s
-        while not self.complete and asyncio.get_running_loop().time() < deadline:
+        while not self.complete:
+            if asyncio.get_running_loop().time() >= deadline:
+                missing = self._asked - self._length
+                raise UnavailableError(f"Redis didn't take the session's last {missing} tokens in time")
             self._away = False
-            await self.acknowledged(len(self._session.tokens), _RETRY_S)
-        return self.complete
+            await self.acknowledged(self._asked, _RETRY_S)
 
     def _decided(self, length: int) -> bool:
         return self._length >= length or self._away or self._refusal is not None
 
     async def _write(self) -> None:
-        """Append what is committed whenever there is more, until the session is refused."""
+        """Append what is committed whenever more is asked for, until the session is refused."""
         while self._refusal is None:
             await self._wake.wait()
             self._wake.clear()
@@ -95,8 +99,8 @@ class Journal:
         key = (session.tenant, session.session_id, session.epoch)
         try:
             await self._registry.append(*key, start, tokens, session.round)
-        except NotFoundError:
-            log.warning("Redis has lost the session, which is written again", session=session.session_id)
+        except (NotFoundError, OutOfSyncError) as error:
+            log.warning("journal written again", session=session.session_id, error=str(error))
             await self._restore()
         except UnavailableError as error:
             if not self._away:
@@ -111,13 +115,14 @@ class Journal:
     async def _restore(self) -> None:
         session = self._session
         tokens = list(session.tokens)
+        key = (session.tenant, session.session_id, session.epoch)
         try:
-            await self._registry.restore(
-                session.tenant, session.session_id, session.epoch, self._owner, self._lease_ms, tokens
-            )
+            await self._registry.restore(*key, self._owner, self._lease_ms, tokens, session.round)
         except UnavailableError:
             self._away = True
             await asyncio.sleep(_RETRY_S)
+        except OutOfSyncError as error:  # tokens of someone else: the session isn't ours any more
+            self._refusal = StaleError(str(error))
         except SplitspecError as error:
             self._refusal = error
         else:

@@ -21,12 +21,16 @@ from splitspec.types import Sampling
 
 log = structlog.get_logger()
 
+#: Longest wait for the journal's last tokens before a session is left to be repaired.
+_LEAVE_LIMIT_S = 0.5
+
 
 @dataclass(eq=False)
 class Ownership:
     """One epoch of a session. `record`: the session as it was found. `keep_s`: how long it stays afterwards.
 
-    target, draft: who will hold its KV afterwards. note: the request's note for a retry (coordinator.retry).
+    target, draft: who will hold its KV afterwards. note: the last request's, for a retry (coordinator.retry).
+    All three are as the session was found, until the request replaces them.
     """
 
     session: Session
@@ -34,9 +38,9 @@ class Ownership:
     journal: Journal
     registry: Registry
     keep_s: float
-    target: WorkerHandle | None = None
-    draft: WorkerHandle | None = None
-    note: bytes = b""
+    target: WorkerHandle | None
+    draft: WorkerHandle | None
+    note: bytes
 
     async def save_note(self) -> None:
         """Store the request's note, so that a retry finds it. Raises UnavailableError, StaleError."""
@@ -44,11 +48,15 @@ class Ownership:
         if self.keep_s:
             await self.registry.save_request(session.tenant, session.session_id, session.epoch, self.note)
 
-    async def leave(self) -> None:
-        """Store what the next owner needs and give the session up. Raises UnavailableError."""
+    async def leave(self, limit_s: float) -> None:
+        """Store what the next owner needs and give the session up.
+
+        limit_s: longest wait for a journal that is behind. Raises UnavailableError, StaleError.
+        """
         session = self.session
         key = (session.tenant, session.session_id, session.epoch)
         if self.keep_s:
+            await self.journal.flush(limit_s)
             await self.registry.save(
                 *key,
                 target=self.target,
@@ -94,13 +102,14 @@ class Owner:
             renewing = asyncio.create_task(self._renew(session))
             stack.callback(renewing.cancel)
             span.set({names.EPOCH: session.epoch})
-            owned = Ownership(session, record, journal, self._registry, keep_s)
+            found = (record.target, record.draft, record.request)
+            owned = Ownership(session, record, journal, self._registry, keep_s, *found)
             try:
                 yield owned
             finally:
                 try:
                     with span.child(names.LEAVE):
-                        await owned.leave()
+                        await owned.leave(_LEAVE_LIMIT_S)
                 except UnavailableError as error:
                     log.warning("session not left yet", session=session_id, error=str(error))
                     if keep_s:
@@ -114,9 +123,8 @@ class Owner:
         async def repair() -> None:
             async with held:
                 try:
-                    if await owned.journal.flush(self._repair_s):
-                        await owned.leave()
-                        log.info("session repaired", session=owned.session.session_id)
+                    await owned.leave(self._repair_s)
+                    log.info("session repaired", session=owned.session.session_id)
                 except SplitspecError as error:
                     log.warning("session not repaired", session=owned.session.session_id, error=str(error))
 

@@ -1,0 +1,101 @@
+"""What one owner of a session leaves to the next, on a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from coordinator.ownership import Owner, Ownership
+from splitspec.config import CoordinatorSettings
+from splitspec.errors import InvalidRequestError, StaleError
+from splitspec.registry import Registry, WorkerHandle
+from splitspec.telemetry import NO_SPAN
+from splitspec.types import Sampling
+
+TARGET = WorkerHandle("t1", "h1")
+DRAFT = WorkerHandle("d1", "h2", "lookup")
+
+
+def own(registry: Registry) -> AbstractAsyncContextManager[Ownership]:
+    return Owner(registry, CoordinatorSettings(model="m")).own("t", "s", Sampling(seed=1), 60, NO_SPAN)
+
+
+def journal_key(client: Redis) -> str:
+    (key,) = client.scan_iter("*:journal")
+    return str(key, "ascii")
+
+
+async def test_a_request_that_fails_leaves_what_it_found(registry: Registry) -> None:
+    async with own(registry) as first:
+        first.target, first.draft, first.note = TARGET, DRAFT, b"note"
+    with pytest.raises(InvalidRequestError):
+        async with own(registry):
+            raise InvalidRequestError.of("resume_offset", 9, "at most 3")
+    async with own(registry) as third:
+        assert (third.record.target, third.record.draft) == (TARGET, DRAFT)
+        assert third.record.request == b"note"
+
+
+async def test_tokens_that_nobody_waited_for_are_not_left(registry: Registry) -> None:
+    async with own(registry) as first:
+        first.session.tokens.extend([1, 2])
+        assert await first.journal.acknowledged(2)
+        first.session.tokens.extend([3])  # such as the prompt of a request that is refused then
+    async with own(registry) as second:
+        assert second.record.token_ids == (1, 2)
+
+
+class SlowAppends(Registry):
+    """A connection on which an append takes longer than a chunk waits for it."""
+
+    async def append(self, *args: Any, **kwargs: Any) -> None:
+        await asyncio.sleep(0.3)
+        await super().append(*args, **kwargs)
+
+
+async def test_a_session_is_left_with_the_whole_journal(registry: Registry, redis_url: str) -> None:
+    slow = await SlowAppends.connect(redis_url)
+    async with own(slow) as first:
+        first.session.tokens.extend([1, 2])
+        assert not await first.journal.acknowledged(2)
+    await slow.close()
+    async with own(registry) as second:
+        assert second.record.token_ids == (1, 2)
+
+
+async def test_tokens_that_redis_lost_are_written_again(registry: Registry, redis_url: str) -> None:
+    with Redis.from_url(redis_url) as client:
+        async with own(registry) as first:
+            first.session.tokens.extend([1, 2, 3])
+            assert await first.journal.acknowledged(3)
+            # A Redis that syncs its file once a second comes back without the last of them.
+            client.set(journal_key(client), client.getrange(journal_key(client), 0, 3), keepttl=True)
+            first.session.tokens.extend([4])
+            assert await first.journal.acknowledged(4)
+        async with own(registry) as second:
+            assert second.record.token_ids == (1, 2, 3, 4)
+
+
+async def test_rounds_go_on_after_redis_lost_the_session(registry: Registry, redis_url: str) -> None:
+    with Redis.from_url(redis_url) as client:
+        async with own(registry) as first:
+            client.flushall()
+            first.session.tokens.extend([1])
+            first.session.round = 7
+            assert await first.journal.acknowledged(1)
+            assert client.hget(journal_key(client).replace("journal", "record"), "round") == b"7"
+
+
+async def test_another_s_tokens_end_the_session(registry: Registry, redis_url: str) -> None:
+    with Redis.from_url(redis_url) as client:
+        async with own(registry) as first:
+            first.session.tokens.extend([1, 2])
+            assert await first.journal.acknowledged(2)
+            client.set(journal_key(client), b"\x09\x00\x00\x00", keepttl=True)
+            first.session.tokens.extend([3])
+            with pytest.raises(StaleError, match="expected one that they lengthen"):
+                await first.journal.acknowledged(3)
