@@ -20,7 +20,13 @@ from coordinator.text import TextCodec
 from coordinator.workers import WorkerPool
 from protos.v1 import common_pb2, coordinator_pb2
 from splitspec.config import CoordinatorSettings
-from splitspec.errors import InvalidRequestError, OutOfSyncError, SplitspecError, UnavailableError
+from splitspec.errors import (
+    InvalidRequestError,
+    OutOfSyncError,
+    OverloadedError,
+    SplitspecError,
+    UnavailableError,
+)
 from splitspec.registry import WorkerHandle
 from splitspec.telemetry import names
 
@@ -171,9 +177,10 @@ class Generation:
         held: WorkerHandle | None = None,
         avoid: str = "",
     ) -> tuple[TargetLink, common_pb2.Opened]:
-        """The session on the first target worker that can be reached.
+        """The session on the first target worker that can be reached and has room.
 
-        The one that holds its KV comes first, the one to avoid last. Raises UnavailableError.
+        The one that holds its KV comes first, the one to avoid last. Raises UnavailableError,
+        OverloadedError.
         """
         session = owned.session
         with self.stats.choosing("target"):
@@ -188,10 +195,14 @@ class Generation:
             links.callback(target.cancel)
             try:
                 handle = held.handle if held and held.worker_id == host.worker_id else ""
-                return target, await target.open(handle, len(owned.record.token_ids), self._keep_kv_ms)
-            except UnavailableError as error:
+                opened = await target.open(handle, len(owned.record.token_ids), self._keep_kv_ms)
+            except (UnavailableError, OverloadedError) as error:
                 log.warning("target worker unavailable", worker=host.worker_id, error=str(error))
                 failure = error
+            else:
+                if self._keep_kv_ms:
+                    owned.target = WorkerHandle(host.worker_id, target.handle)
+                return target, opened
         assert failure is not None, "targets() returns at least one"
         raise failure
 
@@ -248,7 +259,6 @@ class Generation:
         """Close both streams with the KV kept."""
         try:
             await target.close()
-            owned.target = WorkerHandle(target.worker_id, target.handle)
         except SplitspecError as error:  # everything is committed: the next request feeds it again
             log.warning("target worker lost at the end", worker=target.worker_id, error=str(error))
         draft = drafting.link if drafting is not None else None
