@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from dataclasses import dataclass, replace
 
@@ -59,7 +60,7 @@ class Generation:
                         request.tenant, request.session_id, request.sampling, request.keep_record_s, span
                     )
                 )
-                note, done = self._begin(owned)
+                note, done = await self._begin(owned)
                 if note.last_message is None:
                     await owned.save_note()
             if note.last_message is None:
@@ -67,7 +68,7 @@ class Generation:
             else:
                 await self._repeat(owned, note, done, note.last_message)
 
-    def _begin(self, owned: Ownership) -> tuple[Note, list[int]]:
+    async def _begin(self, owned: Ownership) -> tuple[Note, list[int]]:
         """The request's note, and the tokens that an earlier attempt of it has committed.
 
         Afterwards the session ends with the prompt and those tokens.
@@ -78,7 +79,7 @@ class Generation:
             assert request.sampling.seed is not None
             note = Note(request.request_id, request.digest, len(session.tokens), request.sampling.seed)
         session.sampling = replace(session.sampling, seed=note.seed)
-        prompt = request.prompt(self.codec, session.tokens[: note.start])
+        prompt = await asyncio.to_thread(request.prompt, self.codec, session.tokens[: note.start])
         note = replace(note, num_prompt=len(prompt))
         done = session.tokens[note.prompt_end :]
         if not done:  # of an earlier attempt not even the whole prompt may have come into the journal

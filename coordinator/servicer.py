@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 
 from coordinator.generation import Generation
@@ -46,21 +48,24 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
                     f"all {self._running} requests that this coordinator runs at once are taken; try again",
                     retry_after_s=1.0,
                 )
-            with stats.span.child(names.READ):
-                checked = Request.from_proto(request, self._settings, self._codec)
-            stats.describe(checked)
-            generation = Generation(
-                checked,
-                self._settings,
-                self._owner,
-                self._workers,
-                self._codec,
-                context.write,
-                context.time_remaining(),
-                stats,
-            )
             self._running += 1
             try:
+                with stats.span.child(names.READ):
+                    # Beside the loop: a text of the largest message takes seconds to tokenize.
+                    checked = await asyncio.to_thread(
+                        Request.from_proto, request, self._settings, self._codec
+                    )
+                stats.describe(checked)
+                generation = Generation(
+                    checked,
+                    self._settings,
+                    self._owner,
+                    self._workers,
+                    self._codec,
+                    context.write,
+                    context.time_remaining(),
+                    stats,
+                )
                 await generation.run()
             finally:
                 self._running -= 1
