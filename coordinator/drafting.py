@@ -35,6 +35,12 @@ class Drafting:
             self._rejoining = asyncio.create_task(self._rejoin())
         return None
 
+    def drop(self, error: SplitspecError) -> None:
+        """Leave a worker whose proposals are wrong."""
+        if self._link is not None:
+            log.warning("draft worker dropped", worker=self._link.worker_id, error=str(error))
+            self._link.cancel()
+
     def cancel(self) -> None:
         """Leave at once."""
         if self._rejoining is not None:

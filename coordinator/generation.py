@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from dataclasses import dataclass, replace
 
 import structlog
@@ -35,6 +36,8 @@ log = structlog.get_logger()
 
 #: Target workers that a request may lose one after another without a token in between.
 _MOST_LOSSES = 3
+#: What a target worker gets to take the final cut; a session that it has not taken is cut by its next Open.
+_CLOSE_LIMIT_S = 5.0
 
 
 @dataclass
@@ -60,93 +63,125 @@ class Generation:
                         request.tenant, request.session_id, request.sampling, request.keep_record_s, span
                     )
                 )
-                note, done = await self._begin(owned)
-                if note.last_message is None:
-                    await owned.save_note()
-            if note.last_message is None:
-                await self._generate(owned, note, done, links)
-            else:
-                await self._repeat(owned, note, done, note.last_message)
+                note = await self._begin(owned)
+                await owned.save_note()
+            await self._generate(owned, note, links)
 
-    async def _begin(self, owned: Ownership) -> tuple[Note, list[int]]:
-        """The request's note, and the tokens that an earlier attempt of it has committed.
-
-        Afterwards the session ends with the prompt and those tokens.
-        """
+    async def _begin(self, owned: Ownership) -> Note:
+        """The request's note, new or that of an earlier attempt; the session ends with the prompt then, and
+        with what that attempt has committed."""
         request, session = self.request, owned.session
         note = Note.decode(owned.record.request)
         if note is None or not note.of_same_request(request.request_id, request.digest):
-            assert request.sampling.seed is not None
-            note = Note(request.request_id, request.digest, len(session.tokens), request.sampling.seed)
+            note = await self._new_note(owned)
         session.sampling = replace(session.sampling, seed=note.seed)
-        prompt = await asyncio.to_thread(request.prompt, self.codec, session.tokens[: note.start])
-        note = replace(note, num_prompt=len(prompt))
-        done = session.tokens[note.prompt_end :]
-        if not done:  # of an earlier attempt not even the whole prompt may have come into the journal
+        if len(session.tokens) < note.prompt_end:
+            prompt = await self._prompt(session.tokens[: note.start])
             session.tokens.extend(prompt[len(session.tokens) - note.start :])
-        if request.resume_offset > len(done):
+        committed = len(session.tokens) - note.prompt_end
+        if request.resume_offset > committed:
             raise InvalidRequestError.of(
-                "resume_offset", request.resume_offset, f"at most {len(done)}, the tokens that were committed"
+                "resume_offset", request.resume_offset, f"at most {committed}, the tokens that were committed"
             )
         owned.note = note.encode()
-        return note, done
+        return note
 
-    async def _generate(
-        self, owned: Ownership, note: Note, done: list[int], links: contextlib.AsyncExitStack
-    ) -> None:
-        """Go on behind `done`, and leave the session to the next request."""
-        drafting = await self._open_drafting(owned, links)
-        target, opened = await self._open_target(owned, links, owned.record.target)
-        stopper = self._stopper(target.host.description.model, note)
+    async def _new_note(self, owned: Ownership) -> Note:
+        request, start = self.request, len(owned.session.tokens)
+        assert request.sampling.seed is not None
+        model = (await self.workers.targets())[0].description.model
+        prompt = await self._prompt(owned.session.tokens[:start])
+        room = model.max_context - start - len(prompt)
+        if room < 1:
+            expected = f"at most {model.max_context - 1}, as the context is {model.max_context}"
+            raise InvalidRequestError.of("prompt", f"{start + len(prompt)} tokens", expected)
+        return Note(
+            request.request_id,
+            request.digest,
+            request.sampling.seed,
+            start,
+            len(prompt),
+            room,
+            tuple(model.eos_token_ids),
+        )
+
+    async def _prompt(self, before: list[int]) -> list[int]:
+        # Beside the loop: a text of the largest message takes seconds to tokenize.
+        return await asyncio.to_thread(self.request.prompt, self.codec, before)
+
+    async def _generate(self, owned: Ownership, note: Note, links: contextlib.AsyncExitStack) -> None:
+        """Say again what an earlier attempt has said, and go on behind it."""
+        stopper = Stopper(
+            self.request.stop,
+            self.codec.detokenizer(),
+            eos_token_ids=frozenset(note.eos_token_ids),
+            max_tokens=self.request.stop.max_tokens or self.settings.max_tokens,
+            room=note.room,
+        )
         delivery = self._delivery(owned, note, links)
+        done = owned.session.tokens[note.prompt_end :]
+        last = stopper.push(done) if done else None
+        finished = note.last_message
+        if last is not None and last.finish is not None:
+            await self._send_started(owned, note, finished.usage.cached_tokens if finished else 0)
+            await self._deliver_again(delivery, last)
+            finished = finished or self._finished(owned, note, last, stopper, cached_tokens=0, drafter="")
+        else:
+            finished = await self._go_on(owned, note, stopper, last, delivery, links)
+        self.stats.finish(finished)
+        owned.note = replace(note, finished=encode_finished(finished)).encode()
+        await self.send(coordinator_pb2.GenerateResponse(finished=finished))
+
+    async def _go_on(
+        self,
+        owned: Ownership,
+        note: Note,
+        stopper: Stopper,
+        last: Emission | None,
+        delivery: Delivery,
+        links: contextlib.AsyncExitStack,
+    ) -> coordinator_pb2.Finished:
+        """Open both workers and run the rounds, behind what an earlier attempt has emitted last."""
+        drafting = await self._open_drafting(owned, links)
+        target, opened = await self._open_target(owned, links, held=owned.record.target)
         self.stats.count_prompt(note.prompt_end, opened.cached_length)
         with self.stats.span.child(names.JOURNAL):
             await owned.journal.acknowledged(len(owned.session.tokens))
         await self._send_started(owned, note, opened.cached_length)
-        last = await self._deliver_again(delivery, stopper, done) if done else None
-        if last is None or last.finish is None:
-            rounds = Rounds(
-                owned.session,
-                target,
-                drafting,
-                stopper,
-                self.stats,
-                self.request.num_draft_tokens,
-                self.settings,
-            )
-            last = await self._run_rounds(rounds, owned, delivery, links)
-            target = rounds.target
+        if last is not None:
+            await self._deliver_again(delivery, last)
+        k = self.request.num_draft_tokens
+        rounds = Rounds(owned.session, target, drafting, stopper, self.stats, k, self.settings)
+        last = await self._run_rounds(rounds, owned, delivery, links)
         if self._keep_kv_ms:
             with self.stats.span.child(names.CLOSE):
-                await self._leave_workers(owned, target, drafting)
+                await self._leave_workers(owned, rounds.target, drafting)
+        drafter = drafting.drafter if drafting is not None else ""
+        return self._finished(owned, note, last, stopper, opened.cached_length, drafter)
+
+    def _finished(
+        self,
+        owned: Ownership,
+        note: Note,
+        last: Emission,
+        stopper: Stopper,
+        cached_tokens: int,
+        drafter: str,
+    ) -> coordinator_pb2.Finished:
         assert last.finish is not None
-        finished = coordinator_pb2.Finished(
+        return coordinator_pb2.Finished(
             reason=last.finish.value,
             stop_string=last.stop_string,
             usage=coordinator_pb2.Usage(
                 prompt_tokens=note.prompt_end,
-                cached_tokens=opened.cached_length,
+                cached_tokens=cached_tokens,
                 completion_tokens=stopper.num_tokens,
             ),
             acceptance=self.stats.acceptance(),
             timings=self.stats.timings(),
             rule=owned.session.sampling.rule.value,
-            drafter=drafting.drafter if drafting is not None else "",
+            drafter=drafter,
         )
-        self.stats.finish(finished)
-        owned.note = replace(note, finished=encode_finished(finished)).encode()
-        await self.send(coordinator_pb2.GenerateResponse(finished=finished))
-
-    async def _repeat(
-        self, owned: Ownership, note: Note, done: list[int], finished: coordinator_pb2.Finished
-    ) -> None:
-        """Say again what a request has said that ran to its end."""
-        links = contextlib.AsyncExitStack()
-        with self.stats.choosing("target"):
-            model = (await self.workers.targets())[0].description.model
-        await self._send_started(owned, note, finished.usage.cached_tokens)
-        await self._deliver_again(self._delivery(owned, note, links), self._stopper(model, note), done)
-        await self.send(coordinator_pb2.GenerateResponse(finished=finished))
 
     async def _open_drafting(self, owned: Ownership, links: contextlib.AsyncExitStack) -> Drafting | None:
         """The draft side, which opens beside the target's; None for plain decoding."""
@@ -156,7 +191,10 @@ class Generation:
         async def connect(held: WorkerHandle | None = None) -> DraftLink | None:
             with self.stats.choosing("draft"):
                 drafter = self.request.drafter or await self.workers.default_drafter()
-                host = await self.workers.draft(drafter, held.worker_id if held else "") if drafter else None
+                host = None
+                if drafter:
+                    named = bool(self.request.drafter)
+                    host = await self.workers.draft(drafter, held.worker_id if held else "", named=named)
             if host is None:
                 log.warning("no draft worker", drafter=drafter, session=owned.session.session_id)
                 return None
@@ -164,7 +202,7 @@ class Generation:
             handle = held.handle if held is not None and same else ""
             known = len(owned.record.token_ids)
             return DraftLink(
-                host, drafter, owned.session, self.stats, handle, known, self._keep_kv_ms, self.deadline_s
+                host, drafter, owned.session, self.stats, handle, known, self._keep_kv_ms, self._left_s
             )
 
         drafting = Drafting(connect, await connect(owned.record.draft), self.settings.draft_retry_s)
@@ -176,23 +214,22 @@ class Generation:
         owned: Ownership,
         links: contextlib.AsyncExitStack,
         held: WorkerHandle | None = None,
-        avoid: str = "",
+        lost: TargetLink | None = None,
     ) -> tuple[TargetLink, common_pb2.Opened]:
         """The session on the first target worker that can be reached and has room.
 
-        The one that holds its KV comes first, the one to avoid last. Raises UnavailableError,
-        OverloadedError.
+        The one that holds its KV comes first, the one that was lost last. In mid-stream only the very same
+        model can go on. Raises UnavailableError, OverloadedError.
         """
         session = owned.session
         with self.stats.choosing("target"):
             hosts = await self.workers.targets(held.worker_id if held else "")
-        failure: SplitspecError | None = None
-        for host in sorted(hosts, key=lambda host: host.worker_id == avoid):
-            context = host.description.model.max_context
-            if len(session.tokens) >= context:
-                expected = f"at most {context - 1}, as the context is {context}"
-                raise InvalidRequestError.of("prompt", f"{len(session.tokens)} tokens", expected)
-            target = TargetLink(host, session, self.stats, self.settings.target_timeout_s, self.deadline_s)
+        if lost is not None:
+            hosts = [host for host in hosts if host.fingerprint == lost.host.fingerprint]
+            hosts.sort(key=lambda host: host.worker_id == lost.worker_id)
+        failure: SplitspecError = UnavailableError("no target worker with the model of this request is left")
+        for host in hosts:
+            target = TargetLink(host, session, self.stats, self.settings.target_timeout_s, self._left_s)
             links.callback(target.cancel)
             try:
                 handle = held.handle if held and held.worker_id == host.worker_id else ""
@@ -204,7 +241,6 @@ class Generation:
                 if self._keep_kv_ms:
                     owned.target = WorkerHandle(host.worker_id, target.handle)
                 return target, opened
-        assert failure is not None, "targets() returns at least one"
         raise failure
 
     async def _run_rounds(
@@ -232,16 +268,7 @@ class Generation:
                 lost.cancel()
                 if losses == _MOST_LOSSES:
                     raise
-                rounds.target, _ = await self._open_target(owned, links, avoid=lost.worker_id)
-
-    def _stopper(self, model: common_pb2.ModelInfo, note: Note) -> Stopper:
-        return Stopper(
-            self.request.stop,
-            self.codec.detokenizer(),
-            eos_token_ids=frozenset(model.eos_token_ids),
-            max_tokens=self.request.stop.max_tokens or self.settings.max_tokens,
-            room=model.max_context - note.prompt_end,
-        )
+                rounds.target, _ = await self._open_target(owned, links, lost=lost)
 
     def _delivery(self, owned: Ownership, note: Note, links: contextlib.AsyncExitStack) -> Delivery:
         one_token_each = self.request.one_token_per_chunk
@@ -249,17 +276,18 @@ class Generation:
         links.callback(delivery.cancel)
         return delivery
 
-    async def _deliver_again(self, delivery: Delivery, stopper: Stopper, done: list[int]) -> Emission:
+    async def _deliver_again(self, delivery: Delivery, emission: Emission) -> None:
         """Send what an earlier attempt has committed, from the client's offset on."""
-        emission = stopper.push(done)
         origins = (common_pb2.TOKEN_ORIGIN_REPEATED,) * len(emission.tokens)
         await delivery.deliver(Block(0, emission, origins, self.stats.span), self.request.resume_offset)
-        return emission
 
     async def _leave_workers(self, owned: Ownership, target: TargetLink, drafting: Drafting | None) -> None:
         """Close both streams with the KV kept."""
         try:
-            await target.close()
+            async with asyncio.timeout(_CLOSE_LIMIT_S):
+                await target.close()
+        except TimeoutError:
+            log.warning("target worker hangs at the end", worker=target.worker_id)
         except SplitspecError as error:  # everything is committed: the next request feeds it again
             log.warning("target worker lost at the end", worker=target.worker_id, error=str(error))
         draft = drafting.link if drafting is not None else None
@@ -277,6 +305,11 @@ class Generation:
             cached_tokens=cached_tokens,
         )
         await self.send(coordinator_pb2.GenerateResponse(started=started))
+
+    @property
+    def _left_s(self) -> float | None:
+        """What the client's deadline leaves by now."""
+        return self.deadline_s and max(0.0, self.deadline_s - (time.perf_counter() - self.stats.started))
 
     @property
     def _keep_kv_ms(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
@@ -38,6 +39,8 @@ class Journal:
         self._refusal: SplitspecError | None = None
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
+        #: Called when Redis had lost the session, and with it all but the tokens.
+        self.on_restored: Callable[[], Awaitable[None]] | None = None
 
     async def __aenter__(self) -> Self:
         self._writing = asyncio.create_task(self._write())
@@ -47,6 +50,11 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._writing.cancel()
+
+    async def stop(self) -> None:
+        """Append nothing more; returns when nothing is under way."""
+        self._writing.cancel()
+        await asyncio.wait({self._writing})
 
     @property
     def complete(self) -> bool:
@@ -118,6 +126,8 @@ class Journal:
         key = (session.tenant, session.session_id, session.epoch)
         try:
             await self._registry.restore(*key, self._owner, self._lease_ms, tokens, session.round)
+            if self.on_restored is not None:
+                await self.on_restored()
         except UnavailableError:
             self._away = True
             await asyncio.sleep(_RETRY_S)

@@ -65,6 +65,8 @@ class Ownership:
                 round_number=session.round,
             )
             await self.save_note()
+        else:  # an append that is under way would write the session again
+            await self.journal.stop()
         await self.registry.end(*key, round(self.keep_s * 1000))
 
 
@@ -104,6 +106,7 @@ class Owner:
             span.set({names.EPOCH: session.epoch})
             found = (record.target, record.draft, record.request)
             owned = Ownership(session, record, journal, self._registry, keep_s, *found)
+            journal.on_restored = owned.save_note
             try:
                 yield owned
             finally:

@@ -15,15 +15,18 @@ from splitspec.errors import InvalidRequestError
 class Note:
     """One request on a session.
 
-    digest: of the request's content. start: committed tokens before its prompt. seed: of its randomness.
-    num_prompt: tokens of the prompt. finished: its last message once it has ended, else empty.
+    digest: of the request's content. seed: of its randomness. start: committed tokens before its prompt.
+    num_prompt: tokens of the prompt. room: tokens that the target's context leaves behind them.
+    eos_token_ids: the target's. finished: the last message once the request has ended, else empty.
     """
 
     request_id: str
     digest: str
-    start: int
     seed: int
-    num_prompt: int = 0
+    start: int
+    num_prompt: int
+    room: int
+    eos_token_ids: tuple[int, ...]
     finished: str = ""
 
     @classmethod

@@ -20,6 +20,7 @@ from coordinator.stats import Stats
 from coordinator.stopping import Emission, Stopper
 from protos.v1 import common_pb2
 from splitspec.config import CoordinatorSettings
+from splitspec.errors import InvalidRequestError, UnavailableError
 from splitspec.telemetry import Span, names
 
 #: After n misses in a row the draft worker is left out of the next 2**n - 1 rounds, up to this many.
@@ -71,7 +72,8 @@ class Rounds:
         """A proposal, or None for a plain round."""
         # A proposal of K tokens commits up to K + 1. K is fixed before anything is drawn.
         num_draft_tokens = min(self.num_draft_tokens, self.stopper.remaining - 1)
-        if self.drafting is None or num_draft_tokens < 1:
+        # The first round is plain: it brings the first token soonest, and tells what a plain round takes.
+        if self.drafting is None or num_draft_tokens < 1 or self.target.plain_s is None:
             return None
         link = self.drafting.link
         self._pause = max(0, self._pause - 1)
@@ -88,7 +90,12 @@ class Rounds:
     async def _verify(self, proposal: common_pb2.Proposal | None) -> common_pb2.Verdict:
         """The target's verdict on the proposal, or its next plain token."""
         if proposal is not None:
-            return await self.target.verify(proposal)
+            try:
+                return await self.target.verify(proposal)
+            except InvalidRequestError as error:  # the proposal's fault, hence the draft worker's
+                assert self.drafting is not None
+                self.drafting.drop(error)
+                raise UnavailableError(f"the target worker refused a proposal: {error}") from error
         # A proposal needs a target that stands still: run ahead only as far as surely none is made.
         window = self.settings.decode_window
         if self.drafting is not None and self.drafting.link is not None:
@@ -112,7 +119,6 @@ class Rounds:
     @property
     def _patience_s(self) -> float:
         """How long a proposal is waited for: what plain decoding would take for the same tokens."""
-        if self.target.pass_s is None:
-            return self.settings.draft_timeout_s
-        plain_s = self.settings.draft_patience * (self.num_draft_tokens + 1) * self.target.pass_s
+        assert self.target.plain_s is not None
+        plain_s = self.settings.draft_patience * (self.num_draft_tokens + 1) * self.target.plain_s
         return min(plain_s, self.settings.draft_timeout_s)

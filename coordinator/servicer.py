@@ -14,7 +14,7 @@ from coordinator.text import TextCodec
 from coordinator.workers import WorkerPool
 from protos.v1 import coordinator_pb2, coordinator_pb2_grpc
 from splitspec.config import CoordinatorSettings
-from splitspec.errors import InvalidRequestError, OverloadedError
+from splitspec.errors import InvalidRequestError, OverloadedError, UnavailableError
 from splitspec.registry import Registry
 from splitspec.telemetry import Telemetry, names
 from splitspec.types import MAX_MESSAGE_BYTES, MAX_NUM_DRAFT_TOKENS, PROTOCOL_VERSION, Rule
@@ -49,6 +49,15 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
                     retry_after_s=1.0,
                 )
             self._running += 1
+
+            async def send(event: coordinator_pb2.GenerateResponse) -> None:
+                try:
+                    await asyncio.wait_for(context.write(event), self._settings.client_timeout_s)
+                except TimeoutError:
+                    raise UnavailableError(
+                        f"the client has read nothing for {self._settings.client_timeout_s:g} s"
+                    ) from None
+
             try:
                 with stats.span.child(names.READ):
                     # Beside the loop: a text of the largest message takes seconds to tokenize.
@@ -62,7 +71,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
                     self._owner,
                     self._workers,
                     self._codec,
-                    context.write,
+                    send,
                     context.time_remaining(),
                     stats,
                 )

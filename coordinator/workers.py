@@ -31,6 +31,10 @@ class TargetHost:
     stub: target_pb2_grpc.TargetWorkerServiceAsyncStub
     description: target_pb2.TargetWorkerServiceDescribeResponse
 
+    @property
+    def fingerprint(self) -> str:
+        return self.description.model.fingerprint
+
 
 @dataclass(frozen=True, eq=False)
 class DraftHost:
@@ -59,6 +63,8 @@ class WorkerPool:
         self._model = model
         self._default_drafter = default_drafter
         self._drafters_seen: set[str] = set()
+        self._fingerprint = ""
+        self._refused: set[str] = set()
         self._targets: _Hosts[TargetHost] = _Hosts(registry, "target", self._connect_target)
         self._drafts: _Hosts[DraftHost] = _Hosts(registry, "draft", self._connect_draft)
 
@@ -67,7 +73,7 @@ class WorkerPool:
 
         Raises UnavailableError when there is none, HandshakeError when those that there are don't fit.
         """
-        hosts = await self._targets.refresh(prefer)
+        hosts = self._of_one_model(await self._targets.refresh(prefer))
         if not hosts:
             raise self._targets.refused or UnavailableError(
                 "no target worker is at hand, expected at least one: "
@@ -75,18 +81,36 @@ class WorkerPool:
             )
         return hosts
 
-    async def draft(self, drafter: str, prefer: str = "") -> DraftHost | None:
+    def _of_one_model(self, hosts: list[TargetHost]) -> list[TargetHost]:
+        """The hosts with the model that this coordinator serves: the first one's, as long as any has it.
+
+        Another model, other weights, another element type or device class would be another distribution.
+        """
+        if hosts and all(host.fingerprint != self._fingerprint for host in hosts):
+            self._fingerprint = hosts[0].fingerprint
+        for host in hosts:
+            if host.fingerprint != self._fingerprint and host.worker_id not in self._refused:
+                self._refused.add(host.worker_id)
+                log.warning(
+                    "target worker refused: another model",
+                    worker=host.worker_id,
+                    fingerprint=host.fingerprint,
+                    expected=self._fingerprint,
+                )
+        return [host for host in hosts if host.fingerprint == self._fingerprint]
+
+    async def draft(self, drafter: str, prefer: str = "", *, named: bool = True) -> DraftHost | None:
         """The best draft worker with this drafter, or None when all that had it are away.
 
-        Raises NotFoundError for a drafter that was never there, HandshakeError for one whose model has
-        another vocabulary than the target.
+        named: by the request; then a drafter that was never there raises NotFoundError. Raises
+        HandshakeError for one whose model has another vocabulary than the target.
         """
         hosts = await self._drafts.refresh(prefer)
         fitting = next((host for host in hosts if host.drafter(drafter)), None)
         if fitting is not None:
             self._check_vocabulary(fitting, drafter)
             return fitting
-        if drafter in self._drafters_seen or not hosts:
+        if drafter in self._drafters_seen or not hosts or not named:
             return None
         known = ", ".join(sorted(self._drafters_seen))
         raise NotFoundError(

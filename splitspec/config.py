@@ -143,6 +143,9 @@ class CoordinatorSettings(ServerSettings):
     draft_retry_s: float = Field(
         1.0, gt=0, description="Seconds between attempts to find a draft worker for a running request."
     )
+    client_timeout_s: float = Field(
+        60.0, gt=0, description="Longest wait, in seconds, for a client that doesn't read."
+    )
     target_timeout_s: float = Field(
         60.0, gt=0, description="Longest wait for a verdict or a fed prompt, in seconds."
     )

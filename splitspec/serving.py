@@ -35,10 +35,13 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # By default two pings go out, and then none before there is data again.
+    ("grpc.http2.max_pings_without_data", 0),
 ]
-_SERVER_OPTIONS = [
+SERVER_OPTIONS = [
     *CHANNEL_OPTIONS,
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    # By default a server that is pinged more often than every five minutes sends its client away.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     # Without this, a second server on the same port takes half of the connections in silence.
     ("grpc.so_reuseport", 0),
 ]
@@ -62,7 +65,7 @@ class Server:
         self._services = services
         self._leaving = asyncio.Event()
         guard = Guard(self._leaving)
-        self._server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[guard])
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
         self._health = HealthServicer()
         add(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -21,6 +21,11 @@ log = structlog.get_logger()
 
 #: A draft worker that owes an answer for longer than this is given up, and looked for again.
 _LOST_AFTER_S = 10.0
+#: Opening feeds the whole prompt.
+_OPEN_LIMIT_S = 120.0
+
+#: What a draft worker gets to answer at the end of a request, twice.
+_CLOSE_LIMIT_S = 0.5
 
 Response = draft_pb2.DraftSessionResponse
 
@@ -82,6 +87,7 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
     async def _proposal(
         self, num_draft_tokens: int, num_accepted: int, patience_s: float, wait: Wait
     ) -> common_pb2.Proposal | None:
+        deadline = time.monotonic() + patience_s
         # The first answer may wait for the prompt. After a missed proposal only what has arrived counts.
         if await self._settle(0 if self._opened else patience_s, wait.span) is None:
             return None
@@ -95,21 +101,26 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
         self._sent = len(self._session.tokens)
         request = draft_pb2.DraftSessionRequest(stamp=stamp, trace=wait.trace, propose=message)
         self._pending = self._ask(self._exchange(request))
-        response = await self._settle(patience_s, wait.span)
-        if response is None or response.proposal.stamp.round != stamp.round:
+        response = await self._settle(max(0, deadline - time.monotonic()), wait.span)
+        if response is None:
             return None
-        return response.proposal
+        proposal = response.proposal
+        if proposal.stamp != stamp or proposal.num_draft_tokens > num_draft_tokens:
+            log.warning("draft worker sent a wrong proposal", worker=self.worker_id, stamp=proposal.stamp)
+            self.cancel()
+            return None
+        return proposal
 
     async def close(self) -> None:
         """The final cut; the worker keeps the handle for its lease. Waits for an answer that is still due."""
-        if await self._settle(2.0) is None:
+        if await self._settle(_CLOSE_LIMIT_S) is None:
             self.cancel()
             return
         request = draft_pb2.DraftSessionRequest(
             stamp=self._session.stamp(), close=common_pb2.Close(keep_handle=True)
         )
         self._pending = self._ask(self._exchange(request))
-        await self._settle(2.0)
+        await self._settle(_CLOSE_LIMIT_S)
 
     def cancel(self) -> None:
         super().cancel()
@@ -130,7 +141,7 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
         """The outstanding answer once it is there, or None: late, or the worker is gone. span: the wait's."""
         done, _ = await asyncio.wait({self._pending}, timeout=patience_s)
         if not done:
-            if time.monotonic() - self._asked > _LOST_AFTER_S:
+            if time.monotonic() - self._asked > (_LOST_AFTER_S if self._opened else _OPEN_LIMIT_S):
                 log.warning("draft worker hangs", worker=self.worker_id, session=self._session.session_id)
                 self.cancel()
             return None

@@ -32,8 +32,8 @@ class TargetLink(Link[target_pb2.TargetSessionRequest, target_pb2.TargetSessionR
         #: Plain tokens that were granted and haven't arrived.
         self.outstanding = 0
         self._next_round = 0
-        #: Seconds of the target's last pass.
-        self.pass_s: float | None = None
+        #: Seconds of the target's last plain pass.
+        self.plain_s: float | None = None
 
     async def open(self, handle: str, held: int, lease_ms: int) -> common_pb2.Opened:
         """Bring the session's tokens to the worker.
@@ -106,7 +106,8 @@ class TargetLink(Link[target_pb2.TargetSessionRequest, target_pb2.TargetSessionR
             )
         self._next_round += 1
         wait.verified(verdict)
-        self.pass_s = (verdict.timings.model_us + verdict.timings.sampling_us) / 1e6
+        if not verdict.num_draft_tokens:
+            self.plain_s = (verdict.timings.model_us + verdict.timings.sampling_us) / 1e6
         return verdict
 
     def _is_stale(self, stamp: common_pb2.Stamp) -> bool:

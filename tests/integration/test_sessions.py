@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
 from typing import Unpack
 
 import pytest
+import torch
 from redis import Redis
 
 from protos.v1 import target_pb2
@@ -352,3 +354,29 @@ async def test_health_answers_while_a_long_prompt_is_fed(stack: Stack) -> None:
 
 def _no_chunk() -> Chunk:
     pytest.fail("the generation ended before its first chunk")
+
+
+async def test_a_target_with_another_model_is_not_used(tiny_model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    other_model = tmp_path / "other"
+    shutil.copytree(tiny_model, other_model)
+    model = AutoModelForCausalLM.from_pretrained(other_model)
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+    model.save_pretrained(other_model)
+    async with tiny_stack(tiny_model) as stack, AsyncClient(stack.address) as client:
+        expected = await reference(client, PROMPT, 400)
+        arguments = [f"--model={other_model}", "--dtype=float32", f"--redis-url={stack.redis_url}"]
+        other = ServerProcess("another target worker", "target_worker", TARGET_SERVICE, arguments, tmp_path)
+        await other.start()
+        try:
+            for _ in range(3):
+                assert (await greedy(client, PROMPT, max_tokens=20).result()).token_ids == expected[:20]
+            generation = greedy(client, PROMPT, max_tokens=400)
+            await generation.read()
+            await stack.target.kill()
+            with pytest.raises(UnavailableError):
+                await generation.result()
+        finally:
+            await other.stop()
