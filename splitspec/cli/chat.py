@@ -7,15 +7,18 @@ import sys
 import uuid
 
 from rich.console import Console
+from rich.markup import escape
 
 from splitspec.cli.generate import show
 from splitspec.client import AsyncClient, GenerateOptions, Message
+from splitspec.errors import InvalidRequestError, OverloadedError
 
 
 async def converse(address: str, system: str, options: GenerateOptions, out: Console, err: Console) -> None:
     """Read a line, answer it, until the input ends; then the session is closed.
 
-    An error ends its own turn; the conversation goes on from what was committed.
+    A turn that is refused ends alone, and the conversation goes on from what was committed; a server that
+    can't be reached ends it.
     """
     session_id = options.setdefault("session_id", f"chat-{uuid.uuid4().hex[:12]}")
     err.print(f"session {session_id}; Ctrl-D ends it", style="dim")
@@ -26,13 +29,16 @@ async def converse(address: str, system: str, options: GenerateOptions, out: Con
                 if not line.strip():
                     continue
                 generation = client.generate([*messages, Message("user", line)], **options)
+                try:
+                    await show(generation, out, err)
+                except (InvalidRequestError, OverloadedError) as error:
+                    err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+                    continue
                 messages = []  # the session has them from now on
-                await show(generation, out, err)
                 usage = generation.finished.usage
                 fed = usage.prompt_tokens - usage.cached_tokens
-                err.print(
-                    f"{usage.completion_tokens} tokens; {fed} of {usage.prompt_tokens} fed", style="dim"
-                )
+                words = f"{usage.completion_tokens} tokens; {fed} of {usage.prompt_tokens} prompt tokens fed"
+                err.print(words, style="dim", soft_wrap=True)
         finally:
             await client.close_session(session_id, tenant=options.get("tenant", ""))
 

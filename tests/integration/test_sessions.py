@@ -380,3 +380,27 @@ async def test_a_target_with_another_model_is_not_used(tiny_model: Path, tmp_pat
                 await generation.result()
         finally:
             await other.stop()
+
+
+async def test_a_draft_worker_that_hung_comes_back_into_the_running_request(tiny_model: Path) -> None:
+    async with (
+        tiny_stack(tiny_model, coordinator=("--draft-patience", "2")) as stack,
+        AsyncClient(stack.address) as client,
+    ):
+        expected = await reference(client, PROMPT, 2500)
+        generation = greedy(client, PROMPT, max_tokens=2500, num_draft_tokens=2)
+        origins: list[Origin] = []
+        ids: list[int] = []
+        stopped_at = 0
+        async for chunk in generation:
+            origins += [token.origin for token in chunk.tokens]
+            ids += [token.id for token in chunk.tokens]
+            if not stopped_at and Origin.ACCEPTED in origins:
+                os.kill(stack.draft.pid, signal.SIGSTOP)
+                stopped_at = len(ids)
+                asyncio.get_running_loop().call_later(1, os.kill, stack.draft.pid, signal.SIGCONT)
+        # All are plain for a while; then drafts are accepted again.
+        alone = origins.index(Origin.PLAIN, stopped_at)
+        assert Origin.ACCEPTED in origins[alone:]
+        assert generation.finished.acceptance.num_draft_missed_steps > 0
+        assert ids == expected
