@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 import pytest_asyncio
+from tokenizers import Tokenizer
 
 from protos.v1 import common_pb2, coordinator_pb2, coordinator_pb2_grpc, target_pb2, target_pb2_grpc
 from splitspec.cli.stack import Stack
-from splitspec.errors import InvalidRequestError, NotFoundError, SplitspecError, from_rpc_error
+from splitspec.client import AsyncClient
+from splitspec.errors import (
+    HandshakeError,
+    InvalidRequestError,
+    NotFoundError,
+    SplitspecError,
+    from_rpc_error,
+)
+from splitspec.vocabulary import Vocabulary
 from tests.integration.conftest import loads
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session")]
@@ -198,3 +209,23 @@ async def test_bad_message_ends_its_own_stream(
     assert caught.value.code().name == code
     assert sentence in (caught.value.details() or "")
     assert all(load.handles == 0 for load in await loads(stack))
+
+
+async def test_tables_of_ids_that_differ(tiny_model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    tokenizer = Tokenizer.from_file(str(other / "tokenizer.json"))
+    tokenizer.add_tokens(["<|one more|>"])
+    tokenizer.save(str(other / "tokenizer.json"))
+    async with (
+        Stack(model=tiny_model, drafters=[f"model={other}"]) as running,
+        AsyncClient(running.address) as client,
+    ):
+        with pytest.raises(HandshakeError) as caught:
+            await client.generate([5, 6], max_tokens=2, drafter="model").result()
+        theirs, ours = Vocabulary.load(other), Vocabulary.load(tiny_model)
+        for part in ("drafter model", str(other), theirs.hash, "the target", str(tiny_model), ours.hash):
+            assert part in str(caught.value)
+        # Only what asks for it is refused.
+        plain = await client.generate([5, 6], max_tokens=2, ignore_eos=True, speculate=False).result()
+        assert len(plain.tokens) == 2
