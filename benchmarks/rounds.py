@@ -105,7 +105,7 @@ class OneProcess:
             )
             tokens.extend([*draft.token_ids[: outcome.num_accepted], outcome.next_token])
             took.append((time.perf_counter() - started) * 1e3)
-            if len(draft.token_ids) == k:
+            if k and len(draft.token_ids) == k:
                 proposal = common_pb2.Proposal(body=draft.encode(0), num_draft_tokens=k)
                 self.bytes_per_token = proposal.ByteSize() / k
         self._drafter.close(state)
@@ -113,7 +113,7 @@ class OneProcess:
 
 
 async def service_rounds(client: AsyncClient, k: int, max_tokens: int) -> tuple[list[float], float]:
-    """Milliseconds of each round of one request, and of a round's part that no worker accounts for, on average."""
+    """Milliseconds of each round of one request, and on average of what no worker accounts for in it."""
     generation = client.generate(
         PROMPT,
         temperature=SAMPLING.temperature,
