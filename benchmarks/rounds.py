@@ -8,12 +8,12 @@ A round's time through gRPC is the gap between two chunks. Two target models: th
 random one with the same vocabulary, whose short passes let the overhead stand out from their noise.
 
 The overhead is the part of a gRPC round that neither worker accounts for: coordinator, gRPC, event loops, and
-the wire. (The plain difference of the two rounds is in the table, too; it is mostly noise, and one process
-isn't always the faster: two have their own caches.)
+the wire, by the spans of a trace. (The plain difference of the two rounds is in the table, too; it is mostly
+noise, and one process isn't always the faster: two have their own caches.)
 
-The last line is JSON: `overhead_ms_p50` (tiny model, median over K of medians over repetitions),
-`overhead_ratio` (gRPC round / in-process round, demo model, likewise), and `bytes_per_drafted_token` (a
-serialised Proposal / K, at the largest K).
+The last line is JSON: `overhead_ms_p50` (tiny model, median over K of medians over rounds), `overhead_ratio`
+(gRPC round / in-process round, demo model, median over K of medians over repetitions), and
+`bytes_per_drafted_token` (a serialised Proposal / K, at the largest K).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ from splitspec.engine.causal_lm import CausalLM
 from splitspec.model_thread import Timer
 from splitspec.models import fetch_demo_model
 from splitspec.sampling.randomness import CounterNoise
+from splitspec.telemetry import names
+from splitspec.telemetry.reading import read_spans
 from splitspec.tokens import TokenLog
 from splitspec.types import Sampling
 from splitspec.wire import Draft
@@ -112,8 +115,8 @@ class OneProcess:
         return took[1:]
 
 
-async def service_rounds(client: AsyncClient, k: int, max_tokens: int) -> tuple[list[float], float]:
-    """Milliseconds of each round of one request, and on average of what no worker accounts for in it."""
+async def service_rounds(client: AsyncClient, k: int, max_tokens: int) -> tuple[list[float], str]:
+    """Milliseconds of each round of one request, and the request's id."""
     generation = client.generate(
         PROMPT,
         temperature=SAMPLING.temperature,
@@ -124,31 +127,48 @@ async def service_rounds(client: AsyncClient, k: int, max_tokens: int) -> tuple[
         drafter="layer_skip",
     )
     arrivals = [time.perf_counter() async for _ in generation]
-    gaps = [(b - a) * 1e3 for a, b in itertools.pairwise(arrivals)]
-    timings = generation.finished.timings
-    workers = (timings.draft_us + timings.target_us) / 1e3 / len(arrivals)
-    return gaps, statistics.mean(gaps) - workers
+    return [(b - a) * 1e3 for a, b in itertools.pairwise(arrivals)], generation.started.request_id
+
+
+def overheads(trace: Path, k_of_request: dict[str, int]) -> dict[int, list[float]]:
+    """For each K, milliseconds of each full round that neither worker accounts for, from the trace."""
+    spans = read_spans(trace)
+    k_of_trace = {
+        span.trace_id: k_of_request[span.attributes[names.REQUEST_ID.name]]
+        for span in spans
+        if span.attributes.get(names.REQUEST_ID.name) in k_of_request
+    }
+    workers: defaultdict[str, float] = defaultdict(float)
+    for span in spans:
+        if span.name in (names.PROPOSE.name, names.VERIFY.name, names.DECODE.name):
+            workers[span.parent_id] += span.attributes.get(names.TOTAL_US.name, 0) / 1e3
+    found: dict[int, list[float]] = defaultdict(list)
+    for span in spans:
+        k = k_of_trace.get(span.trace_id)
+        if span.name == names.ROUND_SPAN.name and span.attributes.get(names.NUM_DRAFT_TOKENS.name) == k:
+            assert k is not None
+            found[k].append(span.duration_s * 1e3 - workers[span.span_id])
+    return found
 
 
 async def measure(
-    model: Path, ks: list[int], repetitions: int, max_tokens: int
+    model: Path, ks: list[int], repetitions: int, max_tokens: int, trace: Path
 ) -> dict[int, dict[str, float]]:
     """For each K: medians over the repetitions of both rounds, their difference and their ratio."""
     here = OneProcess(model)
-    rows: dict[int, list[tuple[float, float, float]]] = {k: [] for k in ks}
-    patient = ["--draft-patience", "1000", "--draft-timeout-s", "30"]
-    async with (
-        Stack(
-            model=str(model), drafters=[f"layer_skip={model}"], dtype=DTYPE, coordinator_args=patient
-        ) as stack,
-        AsyncClient(stack.address) as client,
-    ):
+    rows: dict[int, list[tuple[float, float]]] = {k: [] for k in ks}
+    k_of_request: dict[str, int] = {}
+    flags = ["--draft-patience", "1000", "--draft-timeout-s", "30", f"--trace-file={trace}"]
+    stack = Stack(model=str(model), drafters=[f"layer_skip={model}"], dtype=DTYPE, coordinator_args=flags)
+    async with stack, AsyncClient(stack.address) as client:
         for repetition in range(repetitions + 1):
             for k in ks:
-                gaps, outside = await service_rounds(client, k, max_tokens)
+                gaps, request_id = await service_rounds(client, k, max_tokens)
                 one = here.rounds(k, max_tokens)
                 if repetition:  # the first one warms up
-                    rows[k].append((statistics.median(gaps), statistics.median(one), outside))
+                    rows[k].append((statistics.median(gaps), statistics.median(one)))
+                    k_of_request[request_id] = k
+    outside = overheads(trace, k_of_request)
     table = {}
     for k, values in rows.items():
         table[k] = {
@@ -156,7 +176,7 @@ async def measure(
             "one_process_ms": statistics.median(v[1] for v in values),
             "difference_ms": statistics.median(v[0] - v[1] for v in values),
             "ratio": statistics.median(v[0] / v[1] for v in values),
-            "overhead_ms": statistics.median(v[2] for v in values),
+            "overhead_ms": statistics.median(outside[k]),
         }
     table[max(ks)]["bytes_per_drafted_token"] = here.bytes_per_token
     return table
@@ -176,9 +196,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for name, model, max_tokens in (
             ("demo", arguments.model or demo, 24),
-            ("tiny", tiny_model(Path(directory), demo), 64),
+            ("tiny", tiny_model(Path(directory) / "tiny", demo), 64),
         ):
-            tables[name] = asyncio.run(measure(model, ks, repetitions, max_tokens))
+            trace = Path(directory) / f"{name}.jsonl"
+            tables[name] = asyncio.run(measure(model, ks, repetitions, max_tokens, trace))
             print(f"\n{name} model, {DTYPE}, ms per round (medians of {repetitions})")
             print(f"{'K':>3} {'gRPC':>9} {'one process':>12} {'difference':>11} {'ratio':>7} {'overhead':>9}")
             for k, row in tables[name].items():
