@@ -17,10 +17,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Held(Generic[T]):
-    """One session as a worker holds it. `state` is the engine's or drafter's own (its KV).
-
-    kept: the last verify's round and body with the verdict on it, for a repeated message of this epoch.
-    """
+    """One session as a worker holds it. `state` is the engine's or drafter's own (its KV)."""
 
     session_id: str
     tenant: str
@@ -32,7 +29,6 @@ class Held(Generic[T]):
     round: int = 0
     attached: bool = True
     fenced: bool = False
-    kept: tuple[tuple[int, bytes], common_pb2.Verdict] | None = None
     expires_at: float = 0.0
 
     def check_epoch(self, stamp: common_pb2.Stamp) -> None:

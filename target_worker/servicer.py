@@ -135,6 +135,9 @@ class TargetSession:
         )
         self._lease_s = request.open.lease_ms / 1000
         self.opened = False
+        # The last verify's round and body with its verdict, for the same message again: a handle has one
+        # stream in an epoch, so it ends with the stream.
+        self._kept: tuple[tuple[int, bytes], common_pb2.Verdict] | None = None
 
     async def open(self, request: target_pb2.TargetSessionRequest, timer: Timer) -> common_pb2.Opened:
         """Take over the committed tokens, and feed those but the last that the KV lacks, chunk by chunk.
@@ -183,9 +186,9 @@ class TargetSession:
         held.check_epoch(stamp)
         held.check_epoch(proposal.stamp)
         key = (proposal.stamp.round, proposal.body)
-        if held.kept is not None and held.kept[0] == key:
+        if self._kept is not None and self._kept[0] == key:
             repeated = common_pb2.Verdict(repeated=True)
-            repeated.MergeFrom(held.kept[1])
+            repeated.MergeFrom(self._kept[1])
             return repeated
         if (
             proposal.stamp.round <= held.round
@@ -208,7 +211,7 @@ class TargetSession:
             raise InvalidRequestError.of("proposal.num_draft_tokens", value, f"equal numbers, at most {most}")
         verdict = await self._verdict(proposal.stamp.round, draft, timer)
         verdict.num_one_hot = num_one_hot
-        held.kept = (key, verdict)
+        self._kept = (key, verdict)
         return verdict
 
     async def decode(self, stamp: common_pb2.Stamp, num_tokens: int, context: Context, work: Work) -> None:
