@@ -39,11 +39,6 @@ class TokenLog(Sequence[int]):
     def __getitem__(self, index):  # type: ignore[no-untyped-def]  # int -> int, slice -> list[int]
         return self._ids[index]
 
-    @property
-    def ids(self) -> list[int]:
-        """All ids; not a copy, not to be changed."""
-        return self._ids
-
     def extend(self, ids: Iterable[int]) -> None:
         value = self._hashes[-1]
         for token in ids:

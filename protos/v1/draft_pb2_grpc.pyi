@@ -38,7 +38,7 @@ class DraftWorkerServiceStub:
     DraftSession: _grpc.StreamStreamMultiCallable[_draft_pb2.DraftSessionRequest, _draft_pb2.DraftSessionResponse]
     """One session: open, then a proposal for each propose, then close."""
     Release: _grpc.UnaryUnaryMultiCallable[_draft_pb2.DraftWorkerServiceReleaseRequest, _draft_pb2.DraftWorkerServiceReleaseResponse]
-    """Frees a handle that has no stream. Unknown handles are fine: freed is freed."""
+    """Frees a handle; a stream on it is fenced off. Unknown handles are fine: freed is freed."""
 
 @_typing.type_check_only
 class DraftWorkerServiceAsyncStub(DraftWorkerServiceStub):
@@ -50,7 +50,7 @@ class DraftWorkerServiceAsyncStub(DraftWorkerServiceStub):
     DraftSession: _aio.StreamStreamMultiCallable[_draft_pb2.DraftSessionRequest, _draft_pb2.DraftSessionResponse]  # type: ignore[assignment]
     """One session: open, then a proposal for each propose, then close."""
     Release: _aio.UnaryUnaryMultiCallable[_draft_pb2.DraftWorkerServiceReleaseRequest, _draft_pb2.DraftWorkerServiceReleaseResponse]  # type: ignore[assignment]
-    """Frees a handle that has no stream. Unknown handles are fine: freed is freed."""
+    """Frees a handle; a stream on it is fenced off. Unknown handles are fine: freed is freed."""
 
 class DraftWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Holds drafters and the draft KV of its sessions."""
@@ -77,6 +77,6 @@ class DraftWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _draft_pb2.DraftWorkerServiceReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_draft_pb2.DraftWorkerServiceReleaseResponse, _abc.Awaitable[_draft_pb2.DraftWorkerServiceReleaseResponse]]:
-        """Frees a handle that has no stream. Unknown handles are fine: freed is freed."""
+        """Frees a handle; a stream on it is fenced off. Unknown handles are fine: freed is freed."""
 
 def add_DraftWorkerServiceServicer_to_server(servicer: DraftWorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

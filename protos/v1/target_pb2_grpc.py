@@ -71,7 +71,7 @@ class TargetWorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Frees a handle that has no stream. Unknown handles are fine: freed is freed.
+        """Frees a handle; a stream on it is fenced off. Unknown handles are fine: freed is freed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,7 +38,7 @@ class TargetWorkerServiceStub:
     TargetSession: _grpc.StreamStreamMultiCallable[_target_pb2.TargetSessionRequest, _target_pb2.TargetSessionResponse]
     """One session: open, then verdicts for verify and decode, then close."""
     Release: _grpc.UnaryUnaryMultiCallable[_target_pb2.TargetWorkerServiceReleaseRequest, _target_pb2.TargetWorkerServiceReleaseResponse]
-    """Frees a handle that has no stream. Unknown handles are fine: freed is freed."""
+    """Frees a handle; a stream on it is fenced off. Unknown handles are fine: freed is freed."""
 
 @_typing.type_check_only
 class TargetWorkerServiceAsyncStub(TargetWorkerServiceStub):
@@ -50,7 +50,7 @@ class TargetWorkerServiceAsyncStub(TargetWorkerServiceStub):
     TargetSession: _aio.StreamStreamMultiCallable[_target_pb2.TargetSessionRequest, _target_pb2.TargetSessionResponse]  # type: ignore[assignment]
     """One session: open, then verdicts for verify and decode, then close."""
     Release: _aio.UnaryUnaryMultiCallable[_target_pb2.TargetWorkerServiceReleaseRequest, _target_pb2.TargetWorkerServiceReleaseResponse]  # type: ignore[assignment]
-    """Frees a handle that has no stream. Unknown handles are fine: freed is freed."""
+    """Frees a handle; a stream on it is fenced off. Unknown handles are fine: freed is freed."""
 
 class TargetWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Holds the target model and the target KV of its sessions."""
@@ -77,6 +77,6 @@ class TargetWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _target_pb2.TargetWorkerServiceReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_target_pb2.TargetWorkerServiceReleaseResponse, _abc.Awaitable[_target_pb2.TargetWorkerServiceReleaseResponse]]:
-        """Frees a handle that has no stream. Unknown handles are fine: freed is freed."""
+        """Frees a handle; a stream on it is fenced off. Unknown handles are fine: freed is freed."""
 
 def add_TargetWorkerServiceServicer_to_server(servicer: TargetWorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

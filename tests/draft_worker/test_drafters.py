@@ -84,7 +84,7 @@ class TestState:
                 correction = 96 - (draft.token_ids[num_accepted] if num_accepted < num_draft_tokens else 0)
                 tokens.extend([*draft.token_ids[:num_accepted], correction])
             drafter.feed(state, tokens)
-            assert state.tokens == tokens.ids
+            assert state.tokens == list(tokens)
             assert drafter.held_tokens(state) == len(tokens)
 
             fresh = drafter.open()
