@@ -3,11 +3,15 @@
 Philox 4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3):
 key = (seed, purpose), counter = (1, 0, index, round), the first word of the block. Nothing depends on
 the composition of a batch, on the replica that ran the round, or on how many values another purpose took.
+
+The noise that draft and target share is keyed by absolute position instead: key = (seed, SHARED), and the
+word of token i is word i % 4 of the block of counter (1 + i // 4, 0, position, 0).
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +25,7 @@ class Purpose(enum.IntEnum):
     ACCEPTANCE = 2
     RESIDUAL = 3
     NEXT = 4
+    SHARED = 5
 
 
 def raw64(seed: int, round_number: int, index: int, purpose: Purpose) -> int:
@@ -68,6 +73,38 @@ def invert(u: float, weights: torch.Tensor) -> int:
     return int(support[min(index, support.numel() - 1)])
 
 
+def shared_words(seed: int, position: int, count: int) -> np.ndarray:
+    """[count] uint64: the raw integers of tokens 0 to count - 1 at an absolute position."""
+    counter = np.array([0, 0, position, 0], dtype=np.uint64)
+    key = np.array([seed, Purpose.SHARED], dtype=np.uint64)
+    words: np.ndarray = np.random.Philox(counter=counter, key=key).random_raw(count)
+    return words
+
+
+def race(words: np.ndarray, weights: np.ndarray) -> int:
+    """The first to arrive when token i arrives at -ln U_i / weights[i]: i wins with its share of the weights.
+
+    U = (k + 1/2) / 2**52 with k the upper 52 bits of a word: never 0 or 1, and fine enough for rare tokens.
+    words: [n] uint64. weights: [n] float64, at least 0, not all 0. A weight of 0 never wins; ties go to the
+    lowest id.
+    """
+    largest = float(weights.max())
+    if not largest > 0:
+        raise ValueError(f"the largest weight is {largest}, expected more than 0")
+    u = ((words >> np.uint64(12)) + 0.5) * 2.0**-52
+    rates = weights / largest
+    with np.errstate(divide="ignore", over="ignore"):
+        # -ln U is at least 1 - U, so that few of the logarithms are needed.
+        earliest = (1 - u) / rates
+
+    def arrival(token: int) -> float:
+        return -math.log(float(u[token])) / float(rates[token])
+
+    # More than what rounding takes from the bound.
+    limit = arrival(int(earliest.argmin())) * (1 + 2.0**-40)
+    return min(np.flatnonzero(earliest <= limit).tolist(), key=arrival)
+
+
 class Noise(Protocol):
     """Randomness as the rules ask for it; tests pass one that walks through every outcome."""
 
@@ -77,6 +114,10 @@ class Noise(Protocol):
 
     def draw(self, index: int, purpose: Purpose, weights: torch.Tensor) -> int:
         """Draw an index with probability proportional to weights ([n] float64)."""
+        ...
+
+    def race(self, position: int, weights: torch.Tensor) -> int:
+        """The winner at an absolute position: the same for whoever races the same weights there."""
         ...
 
 
@@ -98,3 +139,7 @@ class CounterNoise:
     def below(self, index: int, purpose: Purpose, bound: int) -> int:
         """A uniform integer below `bound`."""
         return below(raw64(self.seed, self.round_number, index, purpose), bound)
+
+    def race(self, position: int, weights: torch.Tensor) -> int:
+        """The same in every round: a function of seed, position and weights ([vocabulary] float64) alone."""
+        return race(shared_words(self.seed, position, len(weights)), weights.cpu().numpy())

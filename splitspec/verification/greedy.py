@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-
-from splitspec.sampling.distribution import argmax
+from splitspec.sampling.rows import Rows
 from splitspec.verification.outcome import Outcome
+from splitspec.verification.walk import walk
+from splitspec.wire import Draft
 
 
-def verify_greedy(logits: torch.Tensor, draft_tokens: Sequence[int]) -> Outcome:
-    """Accept draft tokens while each equals the target's argmax; then the argmax itself.
+def verify_greedy(rows: Rows, draft: Draft) -> Outcome:
+    """Follow the draft tokens that equal the target's argmax; then the argmax itself.
 
-    logits: [K+1, vocabulary]; row i conditions on the first i draft tokens. draft_tokens: K ids.
+    rows: row 0 after the committed tokens, row i + 1 after draft token i. draft: K tokens, a chain or a tree.
     Source: Leviathan et al., 2211.17192, section 2.2, in the limit of temperature 0.
     """
-    best = argmax(logits).tolist()
-    num_accepted = 0
-    while num_accepted < len(draft_tokens) and draft_tokens[num_accepted] == best[num_accepted]:
-        num_accepted += 1
-    return Outcome(len(draft_tokens), num_accepted, best[num_accepted])
+    return walk(draft, lambda row, _: rows.argmax(row))
