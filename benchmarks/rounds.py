@@ -33,22 +33,23 @@ from common import machine, save_result  # benchmarks/common.py
 
 from draft_worker.drafters import DrafterSpec, build_drafter
 from draft_worker.drafters.base import Drafter
+from draft_worker.drawing import DraftCounterNoise
 from protos.v1 import common_pb2
 from splitspec.cli.stack import Stack
 from splitspec.client import AsyncClient
 from splitspec.engine.causal_lm import CausalLM
 from splitspec.model_thread import Timer
 from splitspec.models import fetch_demo_model
-from splitspec.sampling.randomness import CounterNoise
 from splitspec.telemetry import names
 from splitspec.telemetry.reading import read_spans
 from splitspec.tokens import TokenLog
-from splitspec.types import Sampling
+from splitspec.types import Drawing, Output, Rule, Sampling
 from splitspec.wire import Draft
 from target_worker.verifier import verify
 
 PROMPT = list(range(1000, 1064))
 SAMPLING = Sampling(temperature=0.7, seed=11)
+DRAWING = Drawing(SAMPLING, Rule.BLOCK, Output(len(PROMPT)))
 DTYPE = "bfloat16"
 
 
@@ -101,15 +102,13 @@ class OneProcess:
             remaining = max_tokens - (len(tokens) - len(PROMPT))
             draft = Draft.certain(())
             if min(k, remaining - 1) > 0:
-                noise = CounterNoise(SAMPLING.seed or 0, round_number)
-                draft = self._drafter.propose(state, tokens, min(k, remaining - 1), SAMPLING, noise)
-            outcome = verify(
-                self._target, kv, tokens[-1], draft, SAMPLING, SAMPLING.rule, round_number, Timer()
-            )
-            tokens.extend([*draft.token_ids[: outcome.num_accepted], outcome.next_token])
+                noise = DraftCounterNoise(DRAWING.seed, round_number)
+                draft = self._drafter.propose(state, tokens, min(k, remaining - 1), DRAWING, noise)
+            verified = verify(self._target, kv, tokens, draft, DRAWING, round_number, Timer())
+            tokens.extend(verified.committed)
             took.append((time.perf_counter() - started) * 1e3)
             if k and len(draft.token_ids) == k:
-                proposal = common_pb2.Proposal(body=draft.encode(0), num_draft_tokens=k)
+                proposal = common_pb2.Proposal(body=draft.encode(b""), num_draft_tokens=k)
                 self.bytes_per_token = proposal.ByteSize() / k
         self._drafter.close(state)
         return took[1:]
@@ -121,6 +120,7 @@ async def service_rounds(client: AsyncClient, k: int, max_tokens: int) -> tuple[
         PROMPT,
         temperature=SAMPLING.temperature,
         seed=SAMPLING.seed,
+        rule=DRAWING.rule,
         max_tokens=max_tokens,
         ignore_eos=True,
         num_draft_tokens=k,

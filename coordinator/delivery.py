@@ -71,6 +71,8 @@ def chunks_of(
         text_end = token.text_end
         if i >= offset:
             message = coordinator_pb2.Token(id=token.token_id, origin=origin, text_end=text_end)
+            if block.logprobs:
+                message.logprobs.CopyFrom(block.logprobs[i - block.offset])
             chunks.append(coordinator_pb2.Chunk(offset=i, tokens=[message], text=text, durable=durable))
     if one_token_each or len(chunks) < 2:
         return chunks

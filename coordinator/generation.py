@@ -31,6 +31,7 @@ from splitspec.errors import (
 )
 from splitspec.registry import WorkerHandle
 from splitspec.telemetry import names
+from splitspec.types import Drawing, Output
 
 log = structlog.get_logger()
 
@@ -59,9 +60,7 @@ class Generation:
         async with contextlib.AsyncExitStack() as links:
             with span.child(names.ADMIT):
                 owned = await links.enter_async_context(
-                    self.owner.own(
-                        request.tenant, request.session_id, request.sampling, request.keep_record_s, span
-                    )
+                    self.owner.own(request.tenant, request.session_id, request.keep_record_s, span)
                 )
                 note = await self._begin(owned)
                 await owned.save_note()
@@ -74,7 +73,7 @@ class Generation:
         note = Note.decode(owned.record.request)
         if note is None or not note.of_same_request(request.request_id, request.digest):
             note = await self._new_note(owned)
-        session.sampling = replace(session.sampling, seed=note.seed)
+        session.drawing = self._drawing(note)
         if len(session.tokens) < note.prompt_end:
             prompt = await self._prompt(session.tokens[: note.start])
             session.tokens.extend(prompt[len(session.tokens) - note.start :])
@@ -85,6 +84,17 @@ class Generation:
             )
         owned.note = note.encode()
         return note
+
+    def _drawing(self, note: Note) -> Drawing:
+        stop = self.request.stop
+        ending = stop.stop_token_ids | (frozenset() if stop.ignore_eos else frozenset(note.eos_token_ids))
+        drawing = Drawing(
+            replace(self.request.sampling, seed=note.seed),
+            self.request.rule,
+            Output(note.prompt_end, stop.min_tokens, ending),
+        )
+        drawing.check_vocabulary(self.codec.vocabulary.size)
+        return drawing
 
     async def _new_note(self, owned: Ownership) -> Note:
         request, start = self.request, len(owned.session.tokens)
@@ -169,6 +179,7 @@ class Generation:
         drafter: str,
     ) -> coordinator_pb2.Finished:
         assert last.finish is not None
+        rule, requested = self.stats.rule or self.request.rule, self.request.requested_rule
         return coordinator_pb2.Finished(
             reason=last.finish.value,
             stop_string=last.stop_string,
@@ -179,7 +190,9 @@ class Generation:
             ),
             acceptance=self.stats.acceptance(),
             timings=self.stats.timings(),
-            rule=owned.session.sampling.rule.value,
+            rule=rule.value,
+            requested_rule=requested.value if requested else common_pb2.VERIFICATION_RULE_UNSPECIFIED,
+            rule_reason=self.request.reason(rule),
             drafter=drafter,
         )
 
@@ -279,7 +292,8 @@ class Generation:
     async def _deliver_again(self, delivery: Delivery, emission: Emission) -> None:
         """Send what an earlier attempt has committed, from the client's offset on."""
         origins = (common_pb2.TOKEN_ORIGIN_REPEATED,) * len(emission.tokens)
-        await delivery.deliver(Block(0, emission, origins, self.stats.span), self.request.resume_offset)
+        block = Block(0, emission, origins, (), self.stats.span)
+        await delivery.deliver(block, self.request.resume_offset)
 
     async def _leave_workers(self, owned: Ownership, target: TargetLink, drafting: Drafting | None) -> None:
         """Close both streams with the KV kept."""

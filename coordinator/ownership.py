@@ -17,7 +17,6 @@ from splitspec.errors import SplitspecError, UnavailableError
 from splitspec.registry import Registry, SessionRecord, WorkerHandle
 from splitspec.telemetry import Span, names
 from splitspec.tokens import TokenLog
-from splitspec.types import Sampling
 
 log = structlog.get_logger()
 
@@ -80,9 +79,7 @@ class Owner:
         self._repairs: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
-    async def own(
-        self, tenant: str, session_id: str, sampling: Sampling, keep_s: float, span: Span
-    ) -> AsyncIterator[Ownership]:
+    async def own(self, tenant: str, session_id: str, keep_s: float, span: Span) -> AsyncIterator[Ownership]:
         """The session under a new epoch until the block ends. span: the request's.
 
         Raises SessionBusyError while another request runs on it, UnavailableError without Redis.
@@ -94,7 +91,6 @@ class Owner:
             tenant,
             session_id,
             record.epoch,
-            sampling,
             TokenLog(record.token_ids),
             record.round_number,
             record.revision,

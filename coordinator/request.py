@@ -11,7 +11,7 @@ from coordinator.text import TextCodec
 from protos.v1 import coordinator_pb2
 from splitspec.config import CoordinatorSettings
 from splitspec.errors import InvalidRequestError
-from splitspec.types import MAX_NUM_DRAFT_TOKENS, Sampling, Stop
+from splitspec.types import MAX_NUM_DRAFT_TOKENS, Rule, Sampling, Stop
 
 #: Begins the ids of sessions that belong to one request.
 _OF_REQUEST = "request/"
@@ -23,7 +23,8 @@ class Request:
 
     keep_kv: the session is the client's and outlives the request, on the workers too. keep_record_s: how
     long its record stays, for the next request or for a retry. digest: of the content, for a retry.
-    sampling.seed is set. num_draft_tokens: 0 decodes plainly. drafter: empty for the default one.
+    sampling.seed is set. rule: what it is verified by, requested_rule: the one that it named.
+    num_draft_tokens: 0 decodes plainly. drafter: empty for the default one.
     """
 
     request_id: str
@@ -35,6 +36,8 @@ class Request:
     resume_offset: int
     sampling: Sampling
     stop: Stop
+    rule: Rule
+    requested_rule: Rule | None
     num_draft_tokens: int
     drafter: str
     one_token_per_chunk: bool
@@ -47,17 +50,29 @@ class Request:
             return codec.encode_turn(self.messages, before)
         return list(self.token_ids)
 
+    def reason(self, used: Rule) -> str:
+        """Why a rule was used that isn't the one that was named; empty when it is, or none was named."""
+        if self.requested_rule in (None, used):
+            return ""
+        if used is Rule.GREEDY:
+            return "at temperature 0 every rule accepts what equals the argmax"
+        return "the drafter proposed trees, which bring their own rule"
+
     @classmethod
     def from_proto(
         cls, message: coordinator_pb2.GenerateRequest, settings: CoordinatorSettings, codec: TextCodec
     ) -> Request:
         """Raises InvalidRequestError for the first field that is wrong."""
         sampling = Sampling.from_proto(message.sampling)
+        requested = _requested_rule(message.speculation.rule, sampling)
+        rule = _rule(requested, sampling)
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbits(64))
         stop = Stop.from_proto(message.stop)
         if stop.max_tokens is not None and stop.max_tokens > settings.max_tokens:
             raise InvalidRequestError.of("stop.max_tokens", stop.max_tokens, f"1 to {settings.max_tokens}")
+        if stop.min_tokens > settings.max_tokens:
+            raise InvalidRequestError.of("stop.min_tokens", stop.min_tokens, f"0 to {settings.max_tokens}")
         speculation = message.speculation
         num_draft_tokens = settings.num_draft_tokens
         if speculation.HasField("num_draft_tokens"):
@@ -76,12 +91,37 @@ class Request:
             resume_offset=message.resume_offset,
             sampling=sampling,
             stop=stop,
+            rule=rule,
+            requested_rule=requested,
             num_draft_tokens=0 if speculation.disabled else num_draft_tokens,
             drafter=speculation.drafter,
             one_token_per_chunk=message.one_token_per_chunk,
             token_ids=_token_ids(message, codec),
             messages=tuple(message.chat.messages),
         )
+
+
+def _requested_rule(value: int, sampling: Sampling) -> Rule | None:
+    """The rule that a request names, None when it names none."""
+    if not value:
+        return None
+    named = [rule for rule in Rule if rule.for_requests]
+    rule = next((rule for rule in named if rule.value == value), None)
+    if rule is None:
+        expected = f"one of {', '.join(rule.name.lower() for rule in named)}"
+        raise InvalidRequestError.of("speculation.rule", value, expected)
+    if rule is Rule.GREEDY and not sampling.greedy:
+        raise InvalidRequestError.of(
+            "speculation.rule", "greedy", f"another one at temperature {sampling.temperature:g}"
+        )
+    return rule
+
+
+def _rule(requested: Rule | None, sampling: Sampling) -> Rule:
+    """At temperature 0 always greedy; else the rule that was named, shared noise with a seed, or block."""
+    if sampling.greedy:
+        return Rule.GREEDY
+    return requested or (Rule.BLOCK if sampling.seed is None else Rule.SHARED_NOISE)
 
 
 def _session_id(message: coordinator_pb2.GenerateRequest) -> str:

@@ -31,12 +31,13 @@ _LONGEST_PAUSE = 64
 class Block:
     """What one round adds to the output. origins: for each token of the emission, its value on the wire.
 
-    span: the round's, for what becomes of the block.
+    logprobs: of each token, or none at all. span: the round's, for what becomes of the block.
     """
 
     offset: int
     emission: Emission
     origins: tuple[common_pb2.TokenOrigin.ValueType, ...]
+    logprobs: tuple[common_pb2.Logprobs, ...]
     span: Span
 
 
@@ -114,7 +115,8 @@ class Rounds:
             self.session.commit(verdict, kept)
         self._num_accepted = verdict.num_accepted
         origins = [*[common_pb2.TOKEN_ORIGIN_ACCEPTED] * verdict.num_accepted, verdict.next_origin]
-        return Block(offset, emission, tuple(origins[: len(kept)]), span)
+        count = len(kept)
+        return Block(offset, emission, tuple(origins[:count]), tuple(verdict.logprobs[:count]), span)
 
     @property
     def _patience_s(self) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from protos.v1 import common_pb2
 from splitspec.errors import OutOfSyncError
 from splitspec.tokens import TokenLog, extended_hash
-from splitspec.types import Sampling
+from splitspec.types import Drawing
 
 
 @dataclass
@@ -15,15 +15,16 @@ class Session:
     """Committed tokens with the place in the order of messages, for one request.
 
     epoch: fencing, from the registry. round: the last round number taken. revision: the target's last.
+    drawing: of the request, known before a worker is opened.
     """
 
     tenant: str
     session_id: str
     epoch: int
-    sampling: Sampling
     tokens: TokenLog = field(default_factory=TokenLog)
     round: int = 0
     revision: int = 0
+    drawing: Drawing | None = None
 
     def stamp(self) -> common_pb2.Stamp:
         """Where the session stands."""

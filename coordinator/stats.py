@@ -18,7 +18,7 @@ from splitspec.telemetry import Span, Telemetry, names
 from splitspec.telemetry.metrics import Labels, Metrics
 from splitspec.telemetry.names import SpanName
 from splitspec.telemetry.tracing import Metadata, error_type, is_cancelled
-from splitspec.types import FinishReason, Origin
+from splitspec.types import FinishReason, Origin, Rule
 
 _METHOD = f"{coordinator_pb2.DESCRIPTOR.services_by_name['CoordinatorService'].full_name}/Generate"
 
@@ -80,9 +80,11 @@ class Stats:
     plain_rounds: int = 0
     missed_rounds: int = 0
     one_hot_tokens: int = 0
+    seal_mismatches: int = 0
     output_tokens: int = 0
 
     def __post_init__(self) -> None:
+        self._rules: Counter[Rule] = Counter()
         self._round = Round(self.span)
         self._rounds: list[Round] = []
         # By role and span: the workers' own time, and what waiting for them took beyond it.
@@ -98,7 +100,7 @@ class Stats:
                 names.TEMPERATURE: request.sampling.temperature,
                 names.TOP_P: request.sampling.top_p,
                 names.TOP_K: request.sampling.top_k,
-                names.RULE: request.sampling.rule.name.lower(),
+                names.RULE: request.rule.name.lower(),
             }
         )
         if request.stop.max_tokens is not None:
@@ -178,6 +180,13 @@ class Stats:
         self.draft_tokens += verdict.num_draft_tokens
         self.next_tokens += len(verdict.token_ids) - verdict.num_accepted
         self.one_hot_tokens += verdict.num_one_hot
+        self.seal_mismatches += verdict.seal_mismatch
+        self._rules[Rule(verdict.rule)] += 1
+
+    @property
+    def rule(self) -> Rule | None:
+        """The rule that most proposals were verified by; None without proposals."""
+        return self._rules.most_common(1)[0][0] if self._rules else None
 
     def finish(self, finished: coordinator_pb2.Finished) -> None:
         """The request ran to its end, with this as its last message."""
@@ -220,6 +229,7 @@ class Stats:
             num_plain_steps=self.plain_rounds,
             num_one_hot_tokens=self.one_hot_tokens,
             num_draft_missed_steps=self.missed_rounds,
+            num_seal_mismatches=self.seal_mismatches,
         )
 
     def timings(self) -> coordinator_pb2.Timings:

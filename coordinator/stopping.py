@@ -70,6 +70,7 @@ class Stopper:
         self._detokenizer = detokenizer
         self._max_tokens = max_tokens
         self._room = room
+        self._min_tokens = stop.min_tokens
         self._num_tokens = 0
         self._text_end = 0
         self._finish: FinishReason | None = None
@@ -105,15 +106,19 @@ class Stopper:
         self._finish = self._ended_by_id(token_id)
         text = ""
         if self._finish is None:
-            text, self._stop_string = self._scanner.push(self._detokenizer.push(token_id))
+            text, self._stop_string = self._scan(self._detokenizer.push(token_id))
             self._finish = self._ended_by_length()
         if self._finish is not None and not self._stop_string:
             # No token follows, so that the rest is decided; it belongs to positions before an EOS or stop id.
-            rest, self._stop_string = self._scanner.push(self._detokenizer.flush())
+            rest, self._stop_string = self._scan(self._detokenizer.flush())
             text += rest + self._scanner.flush()
         if self._stop_string:
             self._finish = FinishReason.STOP_STRING
         return text
+
+    def _scan(self, text: str) -> tuple[str, str]:
+        """A stop string that is complete before there are min_tokens tokens doesn't count."""
+        return self._scanner.push(text, matching=self._num_tokens >= self._min_tokens)
 
     def _ended_by_id(self, token_id: int) -> FinishReason | None:
         if token_id in self._eos_token_ids:
@@ -133,19 +138,25 @@ class _Scanner:
         self._stop_strings = stop_strings
         self._longest = max(map(len, stop_strings), default=0)
         self._held = ""
+        self._ignored = 0  # characters of it that a match may begin in, but not end
 
-    def push(self, text: str) -> tuple[str, str]:
-        """The text that is released and the stop string that follows it, if any.
+    def push(self, text: str, *, matching: bool) -> tuple[str, str]:
+        """The text that is released and the stop string that follows it, if any is looked for.
 
         Of several the one that begins first, then the longest.
         """
         buffer = self._held + text
-        matches = [(buffer.find(stop), -len(stop), stop) for stop in self._stop_strings if stop in buffer]
-        if matches:
-            start, _, matched = min(matches)
+        starts = [
+            (buffer.find(stop, max(0, self._ignored - len(stop) + 1)), -len(stop), stop)
+            for stop in self._stop_strings
+        ]
+        found = [match for match in starts if match[0] >= 0]
+        if matching and found:
+            start, _, matched = min(found)
             self._held = ""
             return buffer[:start], matched
         start = self._undecided(buffer)
+        self._ignored = max(0, self._ignored - start) if matching else len(buffer) - start
         self._held = buffer[start:]
         return buffer[:start], ""
 

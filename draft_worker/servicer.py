@@ -10,16 +10,16 @@ import grpc
 import structlog
 
 from draft_worker.drafters.base import Drafter
+from draft_worker.drawing import DraftCounterNoise
 from protos.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from splitspec.errors import InvalidRequestError, NotFoundError, OutOfSyncError
 from splitspec.handles import HandleStore, Held, offered_tokens
 from splitspec.model_thread import ModelThread, Timer
-from splitspec.sampling.randomness import CounterNoise
 from splitspec.serving import EOF
 from splitspec.telemetry import Telemetry, names
 from splitspec.telemetry.worker import Watch
-from splitspec.types import MAX_MESSAGE_BYTES, MAX_NUM_DRAFT_TOKENS, PROTOCOL_VERSION, Sampling
-from splitspec.wire import seal
+from splitspec.types import MAX_MESSAGE_BYTES, MAX_NUM_DRAFT_TOKENS, PROTOCOL_VERSION, Drawing
+from splitspec.wire import seal_key
 
 log = structlog.get_logger()
 Context = grpc.aio.ServicerContext[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionResponse]
@@ -167,9 +167,7 @@ class DraftSession:
         held.check_epoch(request.stamp)
         if self.opened:
             return self._answer(len(held.tokens), timer)
-        self._sampling = Sampling.from_proto(request.open.sampling)
-        if self._sampling.seed is None:
-            raise InvalidRequestError.of("open.sampling.seed", None, "the request's seed")
+        self._drawing = Drawing.from_proto(request.open)
         offered = offered_tokens(held.tokens, request.stamp, request.open, self._vocabulary_size)
         held.tokens = offered.tokens
         cached = min(offered.same, drafting.drafter.held_tokens(drafting.state))
@@ -218,17 +216,17 @@ class DraftSession:
         held.check_prefix(stamp)
         held.revision, held.round = stamp.revision, stamp.round
         drafter, state = held.state.drafter, held.state.state
-        noise = CounterNoise(self._sampling.seed or 0, stamp.round)
+        noise = DraftCounterNoise(self._drawing.seed, stamp.round)
         draft = await self._run(
-            lambda: drafter.propose(state, held.tokens, message.num_draft_tokens, self._sampling, noise),
+            lambda: drafter.propose(state, held.tokens, message.num_draft_tokens, self._drawing, noise),
             timer,
         )
-        sealed = seal(self._sampling, drafter.info.model.vocabulary_hash, stamp.prefix_hash)
+        key = seal_key(self._drawing, drafter.info.model.vocabulary_hash, stamp.prefix_hash)
         return common_pb2.Proposal(
             stamp=stamp,
             num_draft_tokens=len(draft.token_ids),
             drafter=drafter.info.name,
-            body=draft.encode(sealed),
+            body=draft.encode(key),
             timings=timer.to_proto(),
         )
 

@@ -14,8 +14,8 @@ from splitspec.model_thread import ModelThread, Timer
 from splitspec.serving import EOF
 from splitspec.telemetry import Telemetry, names
 from splitspec.telemetry.worker import Watch, Work
-from splitspec.types import MAX_MESSAGE_BYTES, MAX_NUM_DRAFT_TOKENS, PROTOCOL_VERSION, Rule, Sampling
-from splitspec.wire import Draft, seal
+from splitspec.types import MAX_MESSAGE_BYTES, MAX_NUM_DRAFT_TOKENS, PROTOCOL_VERSION, Drawing, Rule
+from splitspec.wire import Draft, seal_key
 from target_worker.verifier import verify
 
 log = structlog.get_logger()
@@ -148,8 +148,8 @@ class TargetSession:
         held.check_epoch(stamp)
         if self.opened:
             return self._answer(held.state.length, timer)
-        self._sampling = Sampling.from_proto(request.open.sampling)
-        self._rule = _rule(request.open, self._sampling)
+        self._drawing = Drawing.from_proto(request.open)
+        self._drawing.check_vocabulary(model.info.vocabulary_size)
         if not 1 <= stamp.base_length < model.info.max_context:
             raise InvalidRequestError.of(
                 "open.token_ids", f"{stamp.base_length} tokens", f"1 to {model.info.max_context - 1} tokens"
@@ -203,14 +203,16 @@ class TargetSession:
                 "proposal.parent_round", proposal.parent_round, "0: this worker verifies in sequence"
             )
         info = self._worker.model.info
-        sealed = seal(self._sampling, info.vocabulary_hash, proposal.stamp.prefix_hash)
-        draft, num_one_hot = Draft.decode(proposal.body, sealed, info.vocabulary_size)
+        sealing = seal_key(self._drawing, info.vocabulary_hash, proposal.stamp.prefix_hash)
+        draft, num_one_hot, mismatch = Draft.decode(proposal.body, sealing, info.vocabulary_size)
+        if draft.parents:
+            raise InvalidRequestError.of("proposal.parents", list(draft.parents), "a chain (no parents)")
         most = min(MAX_NUM_DRAFT_TOKENS, info.max_context - len(held.tokens))
         if len(draft.token_ids) != proposal.num_draft_tokens or proposal.num_draft_tokens > most:
             value = f"{proposal.num_draft_tokens} with {len(draft.token_ids)} in the body"
             raise InvalidRequestError.of("proposal.num_draft_tokens", value, f"equal numbers, at most {most}")
         verdict = await self._verdict(proposal.stamp.round, draft, timer)
-        verdict.num_one_hot = num_one_hot
+        verdict.num_one_hot, verdict.seal_mismatch = num_one_hot, mismatch
         self._kept = (key, verdict)
         return verdict
 
@@ -249,31 +251,24 @@ class TargetSession:
 
     async def _verdict(self, round_number: int, draft: Draft, timer: Timer) -> common_pb2.Verdict:
         held, worker = self._held, self._worker
-        outcome = await self._run(
-            lambda: verify(
-                worker.model,
-                held.state,
-                held.tokens[-1],
-                draft,
-                self._sampling,
-                self._rule,
-                round_number,
-                timer,
-            ),
+        verified = await self._run(
+            lambda: verify(worker.model, held.state, held.tokens, draft, self._drawing, round_number, timer),
             timer,
         )
-        committed = [*draft.token_ids[: outcome.num_accepted], outcome.next_token]
-        held.tokens.extend(committed)
+        outcome = verified.outcome
+        held.tokens.extend(verified.committed)
         held.revision += 1
         held.round = round_number
         return common_pb2.Verdict(
             stamp=held.stamp(),
             num_draft_tokens=len(draft.token_ids),
             num_accepted=outcome.num_accepted,
-            token_ids=committed,
+            path=outcome.path if draft.parents else (),
+            token_ids=verified.committed,
             next_origin=outcome.next_origin.value,
-            rule=self._rule.value,
+            rule=verified.rule.value,
             timings=timer.to_proto(),
+            logprobs=[logprobs.to_proto() for logprobs in verified.logprobs],
         )
 
     async def _run(self, job, timer: Timer):  # type: ignore[no-untyped-def]
@@ -282,19 +277,3 @@ class TargetSession:
         if self._held.fenced:
             self._held.check_epoch(self._held.stamp())
         return result
-
-
-def _rule(message: common_pb2.Open, sampling: Sampling) -> Rule:
-    try:
-        rule = Rule(message.rule)
-    except ValueError:
-        raise InvalidRequestError.of(
-            "open.rule", message.rule, f"one of {[r.name.lower() for r in Rule]}"
-        ) from None
-    if (rule is Rule.GREEDY) != sampling.greedy:
-        raise InvalidRequestError.of(
-            "open.rule", rule.name.lower(), "greedy at temperature 0, and only there"
-        )
-    if sampling.seed is None:
-        raise InvalidRequestError.of("open.sampling.seed", None, "the request's seed")
-    return rule

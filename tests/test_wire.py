@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +14,10 @@ from hypothesis import strategies as st
 
 from protos.v1 import common_pb2
 from splitspec.errors import InvalidRequestError
-from splitspec.types import DRAFT_SUPPORT, MAX_NUM_DRAFT_TOKENS
-from splitspec.wire import Draft, SparseDistribution
+from splitspec.types import DRAFT_SUPPORT, MAX_NUM_DRAFT_TOKENS, Drawing, Output, Rule, Sampling
+from splitspec.wire import Draft, SparseDistribution, seal_key
 
-SEAL = 0xFEDCBA9876543210
+KEY = b"what the draft is drawn under"
 VOCABULARY_SIZE = 151_936
 
 
@@ -22,16 +25,28 @@ def distribution(ids: list[int], weights: list[int]) -> SparseDistribution:
     return SparseDistribution(np.array(ids, dtype=np.uint32), np.array(weights, dtype=np.uint16))
 
 
-def decode(body: bytes, seal: int = SEAL) -> tuple[Draft, int]:
-    return Draft.decode(body, seal, VOCABULARY_SIZE)
+def decode(body: bytes, key: bytes = KEY) -> tuple[Draft, int]:
+    """The draft and how many of its tokens count as one-hot, when the seal isn't to blame."""
+    draft, num_one_hot, mismatch = Draft.decode(body, key, VOCABULARY_SIZE)
+    assert not mismatch
+    return draft, num_one_hot
 
 
 def body_of(
-    tokens: list[int],
-    rows: list[common_pb2.DraftDistribution],
-    seal: int = SEAL,
-    parents: list[int] | None = None,
+    tokens: list[int], rows: list[common_pb2.DraftDistribution], parents: list[int] | None = None
 ) -> bytes:
+    """A body as its sender meant it, whatever it holds; sealed as docs/protocol.md says."""
+    digest = hashlib.blake2b(digest_size=8)
+    parts = [
+        KEY,
+        struct.pack(f"<{len(tokens)}I", *tokens),
+        struct.pack(f"<{len(parents or [])}I", *parents or []),
+    ]
+    for row in rows:
+        parts += [row.token_ids, row.weights]
+    for part in parts:
+        digest.update(struct.pack("<Q", len(part)) + part)
+    seal = int.from_bytes(digest.digest(), "little") if rows else 0
     return common_pb2.ProposalBody(
         token_ids=tokens, distributions=rows, seal=seal, parents=parents or []
     ).SerializeToString()
@@ -50,17 +65,17 @@ def drafts(draw: st.DrawFn) -> Draft:
 
 
 @settings(deadline=None)
-@given(drafts(), st.integers(0, 2**64 - 1))
-def test_round_trip(draft: Draft, seal: int) -> None:
-    assert decode(draft.encode(seal), seal) == (draft, 0)
+@given(drafts(), st.binary())
+def test_round_trip(draft: Draft, key: bytes) -> None:
+    assert decode(draft.encode(key), key) == (draft, 0)
 
 
 def test_certain_tokens_send_only_ids() -> None:
     draft = Draft.certain([3, 0, 151_935])
-    body = draft.encode(SEAL)
+    body = draft.encode(KEY)
     assert not common_pb2.ProposalBody.FromString(body).distributions
     # No distribution was meant, so none is missed, whatever the seal.
-    assert decode(body) == decode(body, seal=1) == (draft, 0)
+    assert decode(body) == decode(body, key=b"another") == (draft, 0)
 
 
 def test_a_row_of_64_takes_about_390_bytes() -> None:
@@ -70,7 +85,7 @@ def test_a_row_of_64_takes_about_390_bytes() -> None:
         ids = generator.choice(VOCABULARY_SIZE, DRAFT_SUPPORT, replace=False)
         rows.append(SparseDistribution.quantised(ids, generator.dirichlet(np.ones(DRAFT_SUPPORT))))
     draft = Draft(tuple(int(row.ids[0]) for row in rows), tuple(rows))
-    per_token = len(draft.encode(SEAL)) / MAX_NUM_DRAFT_TOKENS
+    per_token = len(draft.encode(KEY)) / MAX_NUM_DRAFT_TOKENS
     assert 6 * DRAFT_SUPPORT < per_token < 420
 
 
@@ -108,8 +123,62 @@ def test_a_broken_distribution_counts_as_one_hot(broken: common_pb2.DraftDistrib
 
 def test_another_seal_makes_all_one_hot() -> None:
     body = body_of([5, 6], [row([5, 6], [2, 1])] * 2)
-    assert decode(body, seal=SEAL ^ 1) == (Draft.certain([5, 6]), 2)
+    assert Draft.decode(body, b"another", VOCABULARY_SIZE) == (Draft.certain([5, 6]), 2, True)
     assert decode(body)[1] == 0
+
+
+def test_the_seal_covers_tokens_and_distributions() -> None:
+    sent = common_pb2.ProposalBody.FromString(body_of([5, 6], [row([5, 6], [2, 1])] * 2))
+    for change in (
+        lambda body: body.token_ids.__setitem__(0, 6),
+        lambda body: body.parents.extend([0, 1]),
+        lambda body: setattr(body.distributions[0], "weights", struct.pack("<2H", 1, 2)),
+        lambda body: setattr(body.distributions[1], "token_ids", struct.pack("<2I", 6, 5)),
+    ):
+        changed = common_pb2.ProposalBody.FromString(sent.SerializeToString())
+        change(changed)
+        draft, num_one_hot, mismatch = Draft.decode(changed.SerializeToString(), KEY, VOCABULARY_SIZE)
+        assert (mismatch, num_one_hot) == (True, 2)
+        assert not any(draft.distributions)
+
+
+DRAWING = Drawing(Sampling(seed=1), Rule.BLOCK, Output(3))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"temperature": 0.9},
+        {"top_k": 5},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+        {"logit_bias": {3: 1.0}},
+        {"allowed_token_ids": frozenset({3})},
+        {"banned_token_ids": frozenset({3})},
+    ],
+)
+def test_the_key_covers_every_parameter_of_the_distribution(changed: dict[str, Any]) -> None:
+    other = Drawing(Sampling(seed=1, **changed), Rule.BLOCK, Output(3))
+    assert seal_key(other, "v", 1) != seal_key(DRAWING, "v", 1)
+
+
+def test_the_key_covers_output_rule_vocabulary_and_prefix() -> None:
+    sampling = Sampling(seed=1)
+    keys = {
+        seal_key(DRAWING, "v", 1),
+        seal_key(DRAWING, "w", 1),
+        seal_key(DRAWING, "v", 2),
+        seal_key(Drawing(sampling, Rule.TOKEN, Output(3)), "v", 1),
+        seal_key(Drawing(sampling, Rule.BLOCK, Output(4)), "v", 1),
+        seal_key(Drawing(sampling, Rule.BLOCK, Output(3, 1)), "v", 1),
+        seal_key(Drawing(sampling, Rule.BLOCK, Output(3, 1, frozenset({2}))), "v", 1),
+    }
+    assert len(keys) == 7
+    # Who verifies needs neither the seed nor what is only told.
+    assert seal_key(Drawing(Sampling(seed=2, logprobs=3), Rule.BLOCK, Output(3)), "v", 1) in keys
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
@@ -126,10 +195,10 @@ def test_a_body_that_is_no_message_is_refused(body: bytes) -> None:
 
 def test_every_cut_of_a_body_is_refused_or_read_without_a_wrong_distribution() -> None:
     sent = Draft((5, 6), (distribution([5, 6], [2, 1]), distribution([6, 7], [3, 4])))
-    body = sent.encode(SEAL)
+    body = sent.encode(KEY)
     for length in range(len(body)):
         try:
-            draft, _ = decode(body[:length])
+            draft, _, _ = Draft.decode(body[:length], KEY, VOCABULARY_SIZE)
         except InvalidRequestError:
             continue
         assert draft in (Draft.certain(sent.token_ids), Draft.certain([]))
@@ -138,10 +207,10 @@ def test_every_cut_of_a_body_is_refused_or_read_without_a_wrong_distribution() -
 @settings(deadline=None)
 @given(st.data())
 def test_a_changed_byte_is_refused_or_leaves_valid_distributions(data: st.DataObject) -> None:
-    body = bytearray(Draft((5, 6), (distribution([5, 6], [2, 1]), distribution([6, 7], [3, 4]))).encode(SEAL))
+    body = bytearray(Draft((5, 6), (distribution([5, 6], [2, 1]), distribution([6, 7], [3, 4]))).encode(KEY))
     body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     try:
-        draft, num_lost = decode(bytes(body))
+        draft, num_lost, _ = Draft.decode(bytes(body), KEY, VOCABULARY_SIZE)
     except InvalidRequestError:
         return
     assert 0 <= num_lost <= len(draft.token_ids)
@@ -158,10 +227,47 @@ def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
     assert str(caught.value) == f"proposal.token_ids is {token}, expected an id below {VOCABULARY_SIZE}"
 
 
-def test_a_tree_is_refused() -> None:
+#: Two children of the committed tokens, one of the first's, one of that one's.
+PARENTS = (0, 0, 1, 3)
+
+
+@pytest.mark.parametrize(
+    "rows", [(None,) * 5, ([7, 8], None, None, [7], None), ([7, 8], [9], None, [7], None)]
+)
+def test_trees_round_trip(rows: tuple[list[int] | None, ...]) -> None:
+    distributions = tuple(distribution(ids, [3] * len(ids)) if ids else None for ids in rows)
+    tree = Draft((7, 8, 9, 7), distributions, PARENTS)
+    assert decode(tree.encode(KEY)) == (tree, 0)
+    assert tree.children == [[0, 1], [2], [], [3], []]
+    assert tree.paths == [(), (7,), (8,), (7, 9), (7, 9, 7)]
+
+
+def test_a_chain_has_the_rows_of_its_tree() -> None:
+    chain = Draft.certain([5, 6])
+    assert chain.children == Draft.certain([5, 6], parents=[0, 1]).children == [[0], [1], []]
+    assert chain.paths == [(), (5,), (5, 6)]
+
+
+def test_a_broken_distribution_of_a_tree_makes_its_children_certain() -> None:
+    rows = [row([7, 8], [1, 1]), row([9], [1]), row([], []), row([6], [1]), row([], [])]
+    draft, num_one_hot = decode(body_of([7, 8, 9, 7], rows, list(PARENTS)))
+    assert draft == Draft(
+        (7, 8, 9, 7), (distribution([7, 8], [1, 1]), distribution([9], [1]), None, None, None), PARENTS
+    )
+    assert num_one_hot == 1
+
+
+@pytest.mark.parametrize("parents", [[0], [0, 2], [1, 0], [0, 1, 2]])
+def test_what_is_no_tree_is_refused(parents: list[int]) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        decode(body_of([5, 6], [], parents=[0, 0]))
+        decode(body_of([5, 6], [], parents))
     assert caught.value.field == "proposal.parents"
+
+
+def test_siblings_of_one_token_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="siblings with different tokens"):
+        decode(body_of([5, 5], [], [0, 0]))
+    assert decode(body_of([5, 5], [], [0, 1]))[1] == 0
 
 
 def test_a_draft_needs_a_distribution_for_each_token() -> None:

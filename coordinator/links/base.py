@@ -63,13 +63,15 @@ class Link(Generic[Q, A]):
 
     def _open(self, handle: str, start: int, end: int, lease_ms: int, drafter: str = "") -> common_pb2.Open:
         """An Open that brings the session's tokens from `start` up to `end`."""
-        sampling = self._session.sampling
+        drawing = self._session.drawing
+        assert drawing is not None
         return common_pb2.Open(
             handle=handle,
             start=start,
             token_ids=self._session.tokens[start:end],
-            sampling=sampling.to_proto(),
-            rule=sampling.rule.value,
+            sampling=drawing.sampling.to_proto(),
+            rule=drawing.rule.value,
+            output=drawing.output.to_proto(),
             tenant=self._session.tenant,
             lease_ms=lease_ms,
             drafter=drafter,

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from protos.v1 import draft_pb2
-from splitspec.types import Sampling
+from splitspec.types import Drawing
 from splitspec.wire import Draft
 
 if TYPE_CHECKING:
-    from splitspec.sampling.randomness import CounterNoise
+    from draft_worker.drawing import DraftCounterNoise
 
 _BLOCK = 256
 
@@ -38,8 +38,8 @@ class Drafter(Protocol):
         state: Any,
         token_ids: Sequence[int],
         num_draft_tokens: int,
-        sampling: Sampling,
-        noise: CounterNoise,
+        drawing: Drawing,
+        noise: DraftCounterNoise,
     ) -> Draft:
         """A proposal on the committed tokens, of at most `num_draft_tokens`; empty when it has none.
 

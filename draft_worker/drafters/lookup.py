@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from draft_worker.drafters.base import Kind, common_prefix, positive
 from protos.v1 import draft_pb2
 from splitspec.errors import ConfigError
-from splitspec.types import Sampling
+from splitspec.types import Drawing
 from splitspec.wire import Draft
 
 if TYPE_CHECKING:
-    from splitspec.sampling.randomness import CounterNoise
+    from draft_worker.drawing import DraftCounterNoise
 
 
 class LookupState:
@@ -54,8 +54,8 @@ class LookupDrafter:
         state: LookupState,
         token_ids: Sequence[int],
         num_draft_tokens: int,
-        sampling: Sampling,
-        noise: CounterNoise,
+        drawing: Drawing,
+        noise: DraftCounterNoise,
     ) -> Draft:
         """See Drafter. Always full length or empty: a match near the end goes on into the proposal itself,
         as a repeating text does."""

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from draft_worker.drafters.base import Kind, common_prefix
+from draft_worker.drawing import DraftCounterNoise, draw
 from protos.v1 import draft_pb2
 from splitspec.engine.causal_lm import CausalLM
 from splitspec.engine.kv import KV
 from splitspec.models import resolve_model
-from splitspec.sampling.distribution import argmax, probabilities
-from splitspec.sampling.randomness import CounterNoise, Purpose
-from splitspec.types import DRAFT_SUPPORT, Sampling
+from splitspec.sampling.rows import ProcessedRows
+from splitspec.types import Drawing
 from splitspec.wire import Draft, SparseDistribution
 
 
@@ -53,20 +53,24 @@ class ModelDrafter:
         state: ModelState,
         token_ids: Sequence[int],
         num_draft_tokens: int,
-        sampling: Sampling,
-        noise: CounterNoise,
+        drawing: Drawing,
+        noise: DraftCounterNoise,
     ) -> Draft:
         """See Drafter. Shorter than asked where the model's context ends, empty on no tokens."""
         self.feed(state, token_ids)
         # The last draft token is never fed, so a proposal reaches one token beyond the context.
         room = self._model.info.max_context + 1 - len(token_ids)
         count = min(num_draft_tokens, room) if token_ids else 0
-        drawn: list[tuple[int, SparseDistribution | None]] = []
+        drafted: list[int] = []
+        distributions: list[SparseDistribution | None] = []
         for index in range(count):
             if index:
-                self._append(state, [drawn[-1][0]])
-            drawn.append(_draw(self._next_logits(state), sampling, noise, index))
-        return Draft(tuple(token for token, _ in drawn), tuple(q for _, q in drawn))
+                self._append(state, drafted[-1:])
+            rows = ProcessedRows(self._next_logits(state), drawing, token_ids, [drafted])
+            token, q = draw(drawing.rule, rows, 0, index, len(token_ids) + index, noise)
+            drafted.append(token)
+            distributions.append(q)
+        return Draft(tuple(drafted), tuple(distributions))
 
     def held_tokens(self, state: ModelState) -> int:
         return state.kv.length
@@ -97,22 +101,6 @@ class ModelDrafter:
             self._append(state, [last])
         assert state.next_logits is not None
         return state.next_logits
-
-
-def _draw(
-    logits: torch.Tensor, sampling: Sampling, noise: CounterNoise, index: int
-) -> tuple[int, SparseDistribution | None]:
-    """Draft token `index` and the distribution it was drawn from; None, for one-hot, at temperature 0.
-
-    logits: [1, vocabulary]. Truncated and quantised first, then drawn from just that: the target gets the
-    same integers.
-    """
-    if sampling.greedy:
-        return int(argmax(logits)), None
-    processed = probabilities(logits, sampling)[0]
-    top = torch.topk(processed, min(DRAFT_SUPPORT, len(processed)))
-    q = SparseDistribution.quantised(top.indices.cpu().numpy(), top.values.cpu().numpy())
-    return q.token_at(noise.below(index, Purpose.DRAFT, q.total)), q
 
 
 def _build(name: str, checkpoint: str, *, dtype: str, device: str) -> ModelDrafter:

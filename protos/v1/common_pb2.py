@@ -24,17 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/v1/common.proto\x12\x0csplitspec.v1\"u\n\x05Stamp\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08revision\x18\x03 \x01(\x04\x12\r\n\x05round\x18\x04 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x05 \x01(\x04\x12\x13\n\x0bprefix_hash\x18\x06 \x01(\x06\"7\n\x0cTraceContext\x12\x13\n\x0btraceparent\x18\x01 \x01(\t\x12\x12\n\ntracestate\x18\x02 \x01(\t\"Z\n\rServerTimings\x12\x10\n\x08queue_us\x18\x01 \x01(\x04\x12\x10\n\x08model_us\x18\x02 \x01(\x04\x12\x13\n\x0bsampling_us\x18\x03 \x01(\x04\x12\x10\n\x08total_us\x18\x04 \x01(\x04\"\x83\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x02\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seed\"/\n\x0e\x46\x65\x61tureRequest\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12\r\n\x05\x64type\x18\x02 \x01(\t\"E\n\x08\x46\x65\x61tures\x12\r\n\x05start\x18\x01 \x01(\x04\x12\r\n\x05shape\x18\x02 \x03(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\xf9\x01\n\x04Open\x12\x0e\n\x06handle\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.splitspec.v1.SamplingParams\x12,\n\x04rule\x18\x05 \x01(\x0e\x32\x1e.splitspec.v1.VerificationRule\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x10\n\x08lease_ms\x18\x07 \x01(\x04\x12\x0f\n\x07\x64rafter\x18\x08 \x01(\t\x12.\n\x08\x66\x65\x61tures\x18\t \x01(\x0b\x32\x1c.splitspec.v1.FeatureRequest\"m\n\x06Opened\x12\x0e\n\x06handle\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\x04\x12\x15\n\rcached_length\x18\x03 \x01(\x04\x12,\n\x07timings\x18\x04 \x01(\x0b\x32\x1b.splitspec.v1.ServerTimings\"\x1c\n\x05\x43lose\x12\x13\n\x0bkeep_handle\x18\x01 \x01(\x08\"\x18\n\x06\x43losed\x12\x0e\n\x06length\x18\x01 \x01(\x04\"M\n\rParentOutcome\x12\x14\n\x0cnum_accepted\x18\x01 \x01(\r\x12\x17\n\nnext_token\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_next_token\"\xf6\x01\n\x08Proposal\x12\"\n\x05stamp\x18\x01 \x01(\x0b\x32\x13.splitspec.v1.Stamp\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x14\n\x0cparent_round\x18\x03 \x01(\x04\x12\x33\n\x0eparent_outcome\x18\x04 \x01(\x0b\x32\x1b.splitspec.v1.ParentOutcome\x12\x14\n\x0cmore_follows\x18\x05 \x01(\x08\x12\x0f\n\x07\x64rafter\x18\x06 \x01(\t\x12\x0c\n\x04\x62ody\x18\x07 \x01(\x0c\x12,\n\x07timings\x18\x08 \x01(\x0b\x32\x1b.splitspec.v1.ServerTimings\"x\n\x0cProposalBody\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x36\n\rdistributions\x18\x03 \x03(\x0b\x32\x1f.splitspec.v1.DraftDistribution\x12\x0c\n\x04seal\x18\x04 \x01(\x06\"7\n\x11\x44raftDistribution\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0f\n\x07weights\x18\x02 \x01(\x0c\"\xdb\x02\n\x07Verdict\x12\"\n\x05stamp\x18\x01 \x01(\x0b\x32\x13.splitspec.v1.Stamp\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\r\x12\x0c\n\x04path\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12.\n\x0bnext_origin\x18\x06 \x01(\x0e\x32\x19.splitspec.v1.TokenOrigin\x12,\n\x04rule\x18\x07 \x01(\x0e\x32\x1e.splitspec.v1.VerificationRule\x12\x13\n\x0bnum_one_hot\x18\x08 \x01(\r\x12\x10\n\x08repeated\x18\t \x01(\x08\x12(\n\x08\x66\x65\x61tures\x18\n \x01(\x0b\x32\x16.splitspec.v1.Features\x12,\n\x07timings\x18\x0b \x01(\x0b\x32\x1b.splitspec.v1.ServerTimings\"\xab\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x17\n\x0fvocabulary_hash\x18\x05 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x06 \x01(\r\x12\x13\n\x0bmax_context\x18\x07 \x01(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\"Y\n\nWorkerLoad\x12\x15\n\rlive_sessions\x18\x01 \x01(\r\x12\x0f\n\x07handles\x18\x02 \x01(\r\x12\x11\n\tkv_tokens\x18\x03 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x04 \x01(\x04\"]\n\x0cWorkerLimits\x12\x14\n\x0cmax_sessions\x18\x01 \x01(\r\x12\x1c\n\x14max_num_draft_tokens\x18\x02 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x03 \x01(\r*p\n\x10VerificationRule\x12!\n\x1dVERIFICATION_RULE_UNSPECIFIED\x10\x00\x12\x1c\n\x18VERIFICATION_RULE_GREEDY\x10\x01\x12\x1b\n\x17VERIFICATION_RULE_TOKEN\x10\x02*\xae\x01\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x19\n\x15TOKEN_ORIGIN_ACCEPTED\x10\x01\x12\x1b\n\x17TOKEN_ORIGIN_CORRECTION\x10\x02\x12\x16\n\x12TOKEN_ORIGIN_BONUS\x10\x03\x12\x16\n\x12TOKEN_ORIGIN_PLAIN\x10\x04\x12\x19\n\x15TOKEN_ORIGIN_REPEATED\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/v1/common.proto\x12\x0csplitspec.v1\"u\n\x05Stamp\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08revision\x18\x03 \x01(\x04\x12\r\n\x05round\x18\x04 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x05 \x01(\x04\x12\x13\n\x0bprefix_hash\x18\x06 \x01(\x06\"7\n\x0cTraceContext\x12\x13\n\x0btraceparent\x18\x01 \x01(\t\x12\x12\n\ntracestate\x18\x02 \x01(\t\"Z\n\rServerTimings\x12\x10\n\x08queue_us\x18\x01 \x01(\x04\x12\x10\n\x08model_us\x18\x02 \x01(\x04\x12\x13\n\x0bsampling_us\x18\x03 \x01(\x04\x12\x10\n\x08total_us\x18\x04 \x01(\x04\"\xcb\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x02\x88\x01\x01\x12\r\n\x05min_p\x18\x05 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x01H\x03\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12?\n\nlogit_bias\x18\t \x03(\x0b\x32+.splitspec.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\n \x03(\r\x12\x18\n\x10\x62\x61nned_token_ids\x18\x0b \x03(\r\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x04\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobs\"E\n\x06Output\x12\r\n\x05start\x18\x01 \x01(\x04\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x18\n\x10\x65nding_token_ids\x18\x03 \x03(\r\"/\n\x0e\x46\x65\x61tureRequest\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12\r\n\x05\x64type\x18\x02 \x01(\t\"E\n\x08\x46\x65\x61tures\x12\r\n\x05start\x18\x01 \x01(\x04\x12\r\n\x05shape\x18\x02 \x03(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\x9f\x02\n\x04Open\x12\x0e\n\x06handle\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.splitspec.v1.SamplingParams\x12,\n\x04rule\x18\x05 \x01(\x0e\x32\x1e.splitspec.v1.VerificationRule\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x10\n\x08lease_ms\x18\x07 \x01(\x04\x12\x0f\n\x07\x64rafter\x18\x08 \x01(\t\x12.\n\x08\x66\x65\x61tures\x18\t \x01(\x0b\x32\x1c.splitspec.v1.FeatureRequest\x12$\n\x06output\x18\n \x01(\x0b\x32\x14.splitspec.v1.Output\"m\n\x06Opened\x12\x0e\n\x06handle\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\x04\x12\x15\n\rcached_length\x18\x03 \x01(\x04\x12,\n\x07timings\x18\x04 \x01(\x0b\x32\x1b.splitspec.v1.ServerTimings\"\x1c\n\x05\x43lose\x12\x13\n\x0bkeep_handle\x18\x01 \x01(\x08\"\x18\n\x06\x43losed\x12\x0e\n\x06length\x18\x01 \x01(\x04\"M\n\rParentOutcome\x12\x14\n\x0cnum_accepted\x18\x01 \x01(\r\x12\x17\n\nnext_token\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_next_token\"\xf6\x01\n\x08Proposal\x12\"\n\x05stamp\x18\x01 \x01(\x0b\x32\x13.splitspec.v1.Stamp\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x14\n\x0cparent_round\x18\x03 \x01(\x04\x12\x33\n\x0eparent_outcome\x18\x04 \x01(\x0b\x32\x1b.splitspec.v1.ParentOutcome\x12\x14\n\x0cmore_follows\x18\x05 \x01(\x08\x12\x0f\n\x07\x64rafter\x18\x06 \x01(\t\x12\x0c\n\x04\x62ody\x18\x07 \x01(\x0c\x12,\n\x07timings\x18\x08 \x01(\x0b\x32\x1b.splitspec.v1.ServerTimings\"x\n\x0cProposalBody\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x36\n\rdistributions\x18\x03 \x03(\x0b\x32\x1f.splitspec.v1.DraftDistribution\x12\x0c\n\x04seal\x18\x04 \x01(\x06\"7\n\x11\x44raftDistribution\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0f\n\x07weights\x18\x02 \x01(\x0c\"\x9c\x03\n\x07Verdict\x12\"\n\x05stamp\x18\x01 \x01(\x0b\x32\x13.splitspec.v1.Stamp\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\r\x12\x0c\n\x04path\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12.\n\x0bnext_origin\x18\x06 \x01(\x0e\x32\x19.splitspec.v1.TokenOrigin\x12,\n\x04rule\x18\x07 \x01(\x0e\x32\x1e.splitspec.v1.VerificationRule\x12\x13\n\x0bnum_one_hot\x18\x08 \x01(\r\x12\x10\n\x08repeated\x18\t \x01(\x08\x12(\n\x08\x66\x65\x61tures\x18\n \x01(\x0b\x32\x16.splitspec.v1.Features\x12,\n\x07timings\x18\x0b \x01(\x0b\x32\x1b.splitspec.v1.ServerTimings\x12\x15\n\rseal_mismatch\x18\x0c \x01(\x08\x12(\n\x08logprobs\x18\r \x03(\x0b\x32\x16.splitspec.v1.Logprobs\"\x8a\x01\n\x08Logprobs\x12\x0b\n\x03raw\x18\x01 \x01(\x01\x12\x11\n\tprocessed\x18\x02 \x01(\x01\x12+\n\x07top_raw\x18\x03 \x03(\x0b\x32\x1a.splitspec.v1.TokenLogprob\x12\x31\n\rtop_processed\x18\x04 \x03(\x0b\x32\x1a.splitspec.v1.TokenLogprob\"+\n\x0cTokenLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"\xab\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x17\n\x0fvocabulary_hash\x18\x05 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x06 \x01(\r\x12\x13\n\x0bmax_context\x18\x07 \x01(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\"Y\n\nWorkerLoad\x12\x15\n\rlive_sessions\x18\x01 \x01(\r\x12\x0f\n\x07handles\x18\x02 \x01(\r\x12\x11\n\tkv_tokens\x18\x03 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x04 \x01(\x04\"]\n\x0cWorkerLimits\x12\x14\n\x0cmax_sessions\x18\x01 \x01(\r\x12\x1c\n\x14max_num_draft_tokens\x18\x02 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x03 \x01(\r*\xf9\x01\n\x10VerificationRule\x12!\n\x1dVERIFICATION_RULE_UNSPECIFIED\x10\x00\x12\x1c\n\x18VERIFICATION_RULE_GREEDY\x10\x01\x12\x1b\n\x17VERIFICATION_RULE_TOKEN\x10\x02\x12\x1b\n\x17VERIFICATION_RULE_BLOCK\x10\x03\x12\"\n\x1eVERIFICATION_RULE_SHARED_NOISE\x10\x04\x12 \n\x1cVERIFICATION_RULE_TREE_TOP_M\x10\x05\x12$\n VERIFICATION_RULE_TREE_RECURSIVE\x10\x06*\xae\x01\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x19\n\x15TOKEN_ORIGIN_ACCEPTED\x10\x01\x12\x1b\n\x17TOKEN_ORIGIN_CORRECTION\x10\x02\x12\x16\n\x12TOKEN_ORIGIN_BONUS\x10\x03\x12\x16\n\x12TOKEN_ORIGIN_PLAIN\x10\x04\x12\x19\n\x15TOKEN_ORIGIN_REPEATED\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERIFICATIONRULE']._serialized_start=2198
-  _globals['_VERIFICATIONRULE']._serialized_end=2310
-  _globals['_TOKENORIGIN']._serialized_start=2313
-  _globals['_TOKENORIGIN']._serialized_end=2487
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_VERIFICATIONRULE']._serialized_start=2887
+  _globals['_VERIFICATIONRULE']._serialized_end=3136
+  _globals['_TOKENORIGIN']._serialized_start=3139
+  _globals['_TOKENORIGIN']._serialized_end=3313
   _globals['_STAMP']._serialized_start=40
   _globals['_STAMP']._serialized_end=157
   _globals['_TRACECONTEXT']._serialized_start=159
@@ -42,33 +44,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SERVERTIMINGS']._serialized_start=216
   _globals['_SERVERTIMINGS']._serialized_end=306
   _globals['_SAMPLINGPARAMS']._serialized_start=309
-  _globals['_SAMPLINGPARAMS']._serialized_end=440
-  _globals['_FEATUREREQUEST']._serialized_start=442
-  _globals['_FEATUREREQUEST']._serialized_end=489
-  _globals['_FEATURES']._serialized_start=491
-  _globals['_FEATURES']._serialized_end=560
-  _globals['_OPEN']._serialized_start=563
-  _globals['_OPEN']._serialized_end=812
-  _globals['_OPENED']._serialized_start=814
-  _globals['_OPENED']._serialized_end=923
-  _globals['_CLOSE']._serialized_start=925
-  _globals['_CLOSE']._serialized_end=953
-  _globals['_CLOSED']._serialized_start=955
-  _globals['_CLOSED']._serialized_end=979
-  _globals['_PARENTOUTCOME']._serialized_start=981
-  _globals['_PARENTOUTCOME']._serialized_end=1058
-  _globals['_PROPOSAL']._serialized_start=1061
-  _globals['_PROPOSAL']._serialized_end=1307
-  _globals['_PROPOSALBODY']._serialized_start=1309
-  _globals['_PROPOSALBODY']._serialized_end=1429
-  _globals['_DRAFTDISTRIBUTION']._serialized_start=1431
-  _globals['_DRAFTDISTRIBUTION']._serialized_end=1486
-  _globals['_VERDICT']._serialized_start=1489
-  _globals['_VERDICT']._serialized_end=1836
-  _globals['_MODELINFO']._serialized_start=1839
-  _globals['_MODELINFO']._serialized_end=2010
-  _globals['_WORKERLOAD']._serialized_start=2012
-  _globals['_WORKERLOAD']._serialized_end=2101
-  _globals['_WORKERLIMITS']._serialized_start=2103
-  _globals['_WORKERLIMITS']._serialized_end=2196
+  _globals['_SAMPLINGPARAMS']._serialized_end=768
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=649
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=697
+  _globals['_OUTPUT']._serialized_start=770
+  _globals['_OUTPUT']._serialized_end=839
+  _globals['_FEATUREREQUEST']._serialized_start=841
+  _globals['_FEATUREREQUEST']._serialized_end=888
+  _globals['_FEATURES']._serialized_start=890
+  _globals['_FEATURES']._serialized_end=959
+  _globals['_OPEN']._serialized_start=962
+  _globals['_OPEN']._serialized_end=1249
+  _globals['_OPENED']._serialized_start=1251
+  _globals['_OPENED']._serialized_end=1360
+  _globals['_CLOSE']._serialized_start=1362
+  _globals['_CLOSE']._serialized_end=1390
+  _globals['_CLOSED']._serialized_start=1392
+  _globals['_CLOSED']._serialized_end=1416
+  _globals['_PARENTOUTCOME']._serialized_start=1418
+  _globals['_PARENTOUTCOME']._serialized_end=1495
+  _globals['_PROPOSAL']._serialized_start=1498
+  _globals['_PROPOSAL']._serialized_end=1744
+  _globals['_PROPOSALBODY']._serialized_start=1746
+  _globals['_PROPOSALBODY']._serialized_end=1866
+  _globals['_DRAFTDISTRIBUTION']._serialized_start=1868
+  _globals['_DRAFTDISTRIBUTION']._serialized_end=1923
+  _globals['_VERDICT']._serialized_start=1926
+  _globals['_VERDICT']._serialized_end=2338
+  _globals['_LOGPROBS']._serialized_start=2341
+  _globals['_LOGPROBS']._serialized_end=2479
+  _globals['_TOKENLOGPROB']._serialized_start=2481
+  _globals['_TOKENLOGPROB']._serialized_end=2524
+  _globals['_MODELINFO']._serialized_start=2527
+  _globals['_MODELINFO']._serialized_end=2698
+  _globals['_WORKERLOAD']._serialized_start=2700
+  _globals['_WORKERLOAD']._serialized_end=2789
+  _globals['_WORKERLIMITS']._serialized_start=2791
+  _globals['_WORKERLIMITS']._serialized_end=2884
 # @@protoc_insertion_point(module_scope)

@@ -26,21 +26,41 @@ class _VerificationRule:
 class _VerificationRuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VerificationRule.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     VERIFICATION_RULE_UNSPECIFIED: _VerificationRule.ValueType  # 0
-    """The coordinator chooses: greedy at temperature 0, else the token rule."""
+    """The coordinator chooses: greedy at temperature 0, shared noise with a seed, else the block rule."""
     VERIFICATION_RULE_GREEDY: _VerificationRule.ValueType  # 1
     """Accept while equal to the target's argmax."""
     VERIFICATION_RULE_TOKEN: _VerificationRule.ValueType  # 2
     """Accept with min(1, p/q), else draw from the residual (2211.17192)."""
+    VERIFICATION_RULE_BLOCK: _VerificationRule.ValueType  # 3
+    """Accept the longest prefix that a test of whole prefixes allows (2403.10444)."""
+    VERIFICATION_RULE_SHARED_NOISE: _VerificationRule.ValueType  # 4
+    """Accept while equal to the draw that noise by absolute position gives (2408.07978)."""
+    VERIFICATION_RULE_TREE_TOP_M: _VerificationRule.ValueType  # 5
+    """Trees without distributions: draw from the target, follow the child that equals the draw. Can't be
+    asked for: a tree brings its own.
+    """
+    VERIFICATION_RULE_TREE_RECURSIVE: _VerificationRule.ValueType  # 6
+    """Trees whose children were drawn without replacement: recursive rejection (2402.14160). Can't be asked for."""
 
 class VerificationRule(_VerificationRule, metaclass=_VerificationRuleEnumTypeWrapper):
-    """The rule that verification follows (docs/protocol.md, "Rules")."""
+    """The rule that verification follows (docs/exactness.md)."""
 
 VERIFICATION_RULE_UNSPECIFIED: VerificationRule.ValueType  # 0
-"""The coordinator chooses: greedy at temperature 0, else the token rule."""
+"""The coordinator chooses: greedy at temperature 0, shared noise with a seed, else the block rule."""
 VERIFICATION_RULE_GREEDY: VerificationRule.ValueType  # 1
 """Accept while equal to the target's argmax."""
 VERIFICATION_RULE_TOKEN: VerificationRule.ValueType  # 2
 """Accept with min(1, p/q), else draw from the residual (2211.17192)."""
+VERIFICATION_RULE_BLOCK: VerificationRule.ValueType  # 3
+"""Accept the longest prefix that a test of whole prefixes allows (2403.10444)."""
+VERIFICATION_RULE_SHARED_NOISE: VerificationRule.ValueType  # 4
+"""Accept while equal to the draw that noise by absolute position gives (2408.07978)."""
+VERIFICATION_RULE_TREE_TOP_M: VerificationRule.ValueType  # 5
+"""Trees without distributions: draw from the target, follow the child that equals the draw. Can't be
+asked for: a tree brings its own.
+"""
+VERIFICATION_RULE_TREE_RECURSIVE: VerificationRule.ValueType  # 6
+"""Trees whose children were drawn without replacement: recursive rejection (2402.14160). Can't be asked for."""
 Global___VerificationRule: _TypeAlias = VerificationRule  # noqa: Y015
 
 class _TokenOrigin:
@@ -189,10 +209,38 @@ class SamplingParams(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BANNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """At least 0; 0 is greedy. Default 1."""
     top_k: _builtins.int
@@ -201,6 +249,30 @@ class SamplingParams(_message.Message):
     """Keep the most probable tokens until their mass reaches top_p, in (0, 1]. Default 1."""
     seed: _builtins.int
     """Seed of all of the request's randomness. Absent: taken from the operating system."""
+    min_p: _builtins.float
+    """Keep the tokens that are at least min_p times as probable as the most probable one, in [0, 1]. Default 0."""
+    repetition_penalty: _builtins.float
+    """Divides positive and multiplies negative logits of tokens that the session holds; above 0. Default 1."""
+    presence_penalty: _builtins.float
+    """Taken from the logit of each token that the output holds, in [-2, 2]. Default 0."""
+    frequency_penalty: _builtins.float
+    """Taken from the logit of a token for each time that the output holds it, in [-2, 2]. Default 0."""
+    logprobs: _builtins.int
+    """Log-probabilities with each token: of itself and of the most probable ones, up to this many of each
+    distribution; 0 to 20. Absent: none.
+    """
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Added to the logits of ids, in [-100, 100]."""
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The only ids that may come; empty allows all."""
+
+    @_builtins.property
+    def banned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids that never come."""
+
     def __init__(
         self,
         *,
@@ -208,17 +280,33 @@ class SamplingParams(_message.Message):
         top_k: _builtins.int = ...,
         top_p: _builtins.float | None = ...,
         seed: _builtins.int | None = ...,
+        min_p: _builtins.float = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        banned_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "logprobs", b"logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
@@ -227,6 +315,38 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class Output(_message.Message):
+    """Where a request's output begins, and what may not end it yet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    ENDING_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """Committed tokens before the output's first one."""
+    min_tokens: _builtins.int
+    """Tokens before which none of ending_token_ids may come."""
+    @_builtins.property
+    def ending_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids that end the generation."""
+
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        min_tokens: _builtins.int = ...,
+        ending_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ending_token_ids", b"ending_token_ids", "min_tokens", b"min_tokens", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Output: _TypeAlias = Output  # noqa: Y015
 
 @_typing.final
 class FeatureRequest(_message.Message):
@@ -309,6 +429,7 @@ class Open(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
+    OUTPUT_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     """Handle of KV that the worker may still hold; empty asks for a new one."""
     start: _builtins.int
@@ -333,6 +454,10 @@ class Open(_message.Message):
     def features(self) -> Global___FeatureRequest:
         """Target worker only: features to return with each verdict."""
 
+    @_builtins.property
+    def output(self) -> Global___Output:
+        """Where the request's output begins."""
+
     def __init__(
         self,
         *,
@@ -345,10 +470,11 @@ class Open(_message.Message):
         lease_ms: _builtins.int = ...,
         drafter: _builtins.str = ...,
         features: Global___FeatureRequest | None = ...,
+        output: Global___Output | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "output", b"output", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "features", b"features", "handle", b"handle", "lease_ms", b"lease_ms", "rule", b"rule", "sampling", b"sampling", "start", b"start", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "features", b"features", "handle", b"handle", "lease_ms", b"lease_ms", "output", b"output", "rule", b"rule", "sampling", b"sampling", "start", b"start", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -533,7 +659,7 @@ class ProposalBody(_message.Message):
     DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
     SEAL_FIELD_NUMBER: _builtins.int
     seal: _builtins.int
-    """Hash of sampling parameters, vocabulary and prefix under which the distributions were drawn."""
+    """Hash of what the distributions were drawn under, and of the tokens and distributions (docs/protocol.md)."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Draft tokens: a chain in order, or the nodes of a tree, parents first."""
@@ -544,7 +670,10 @@ class ProposalBody(_message.Message):
 
     @_builtins.property
     def distributions(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftDistribution]:
-        """The distribution that each token was drawn from. Empty: every token counts as certain (one-hot)."""
+        """Chains: the distribution that each token was drawn from. Trees: entry 0 is the one that the children of the
+        committed tokens were drawn from, in their order and without replacement, and entry i + 1 that of node i's
+        children; a leaf's is empty. None at all: every token counts as certain (one-hot).
+        """
 
     def __init__(
         self,
@@ -605,6 +734,8 @@ class Verdict(_message.Message):
     REPEATED_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    SEAL_MISMATCH_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     num_draft_tokens: _builtins.int
     """Number of draft tokens that were verified."""
     num_accepted: _builtins.int
@@ -617,6 +748,8 @@ class Verdict(_message.Message):
     """Draft tokens verified as one-hot because their distribution was lost, broken or sealed for something else."""
     repeated: _builtins.bool
     """The verdict had been given before and is repeated."""
+    seal_mismatch: _builtins.bool
+    """The proposal's distributions were sealed for something else, and none was used."""
     @_builtins.property
     def stamp(self) -> Global___Stamp:
         """Where the session stands after the verdict: base_length and prefix_hash include its tokens."""
@@ -637,6 +770,10 @@ class Verdict(_message.Message):
     def timings(self) -> Global___ServerTimings:
         """Where the target worker's time went."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Logprobs]:
+        """Log-probabilities of token_ids, in their order; empty when none were asked for."""
+
     def __init__(
         self,
         *,
@@ -651,14 +788,80 @@ class Verdict(_message.Message):
         repeated: _builtins.bool = ...,
         features: Global___Features | None = ...,
         timings: Global___ServerTimings | None = ...,
+        seal_mismatch: _builtins.bool = ...,
+        logprobs: _abc.Iterable[Global___Logprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "stamp", b"stamp", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "next_origin", b"next_origin", "num_accepted", b"num_accepted", "num_draft_tokens", b"num_draft_tokens", "num_one_hot", b"num_one_hot", "path", b"path", "repeated", b"repeated", "rule", b"rule", "stamp", b"stamp", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "logprobs", b"logprobs", "next_origin", b"next_origin", "num_accepted", b"num_accepted", "num_draft_tokens", b"num_draft_tokens", "num_one_hot", b"num_one_hot", "path", b"path", "repeated", b"repeated", "rule", b"rule", "seal_mismatch", b"seal_mismatch", "stamp", b"stamp", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
+
+@_typing.final
+class Logprobs(_message.Message):
+    """Natural logarithms of a token's probabilities at its position."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RAW_FIELD_NUMBER: _builtins.int
+    PROCESSED_FIELD_NUMBER: _builtins.int
+    TOP_RAW_FIELD_NUMBER: _builtins.int
+    TOP_PROCESSED_FIELD_NUMBER: _builtins.int
+    raw: _builtins.float
+    """Under the model's own distribution (temperature 1, no other parameter)."""
+    processed: _builtins.float
+    """Under the distribution that it was drawn from, after all parameters; 0 at temperature 0."""
+    @_builtins.property
+    def top_raw(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """The most probable tokens of the model's own distribution, in falling order."""
+
+    @_builtins.property
+    def top_processed(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """Those of the distribution that the token was drawn from; none of probability 0."""
+
+    def __init__(
+        self,
+        *,
+        raw: _builtins.float = ...,
+        processed: _builtins.float = ...,
+        top_raw: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        top_processed: _abc.Iterable[Global___TokenLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["processed", b"processed", "raw", b"raw", "top_processed", b"top_processed", "top_raw", b"top_raw"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Logprobs: _TypeAlias = Logprobs  # noqa: Y015
+
+@_typing.final
+class TokenLogprob(_message.Message):
+    """A token's log-probability."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    """Its id."""
+    logprob: _builtins.float
+    """Natural logarithm of its probability."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        logprob: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "logprob", b"logprob"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
 class ModelInfo(_message.Message):

@@ -216,10 +216,15 @@ class StopConditions(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     STOP_STRINGS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most tokens to generate. Default: what the context leaves, up to the server's limit."""
     ignore_eos: _builtins.bool
     """Go on past the model's own end-of-sequence ids."""
+    min_tokens: _builtins.int
+    """Fewest tokens to generate: before that many no end-of-sequence or stop id can come, and no stop string
+    ends the output. Default 0.
+    """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end the generation; the id is the last one returned."""
@@ -237,10 +242,11 @@ class StopConditions(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         stop_strings: _abc.Iterable[_builtins.str] | None = ...,
         ignore_eos: _builtins.bool = ...,
+        min_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "max_tokens", b"max_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "stop_strings", b"stop_strings", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop_strings", b"stop_strings", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
@@ -257,22 +263,28 @@ class SpeculationOptions(_message.Message):
     DISABLED_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
+    RULE_FIELD_NUMBER: _builtins.int
     disabled: _builtins.bool
     """Decode plainly when true."""
     num_draft_tokens: _builtins.int
     """Proposal length K; 0 decodes plainly. Default: the server's setting."""
     drafter: _builtins.str
     """Name of the drafter. Default: the server's setting."""
+    rule: _common_pb2.VerificationRule.ValueType
+    """Verification rule: greedy, token, block or shared noise. Default: greedy at temperature 0, shared noise
+    with a seed, else block.
+    """
     def __init__(
         self,
         *,
         disabled: _builtins.bool = ...,
         num_draft_tokens: _builtins.int | None = ...,
         drafter: _builtins.str = ...,
+        rule: _common_pb2.VerificationRule.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens", "num_draft_tokens", b"num_draft_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens", "disabled", b"disabled", "drafter", b"drafter", "num_draft_tokens", b"num_draft_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens", "disabled", b"disabled", "drafter", b"drafter", "num_draft_tokens", b"num_draft_tokens", "rule", b"rule"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_draft_tokens: _TypeAlias = _typing.Literal["num_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_draft_tokens: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens"]  # noqa: Y015
@@ -401,22 +413,28 @@ class Token(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     ORIGIN_FIELD_NUMBER: _builtins.int
     TEXT_END_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     """Its id."""
     origin: _common_pb2.TokenOrigin.ValueType
     """How it came to be."""
     text_end: _builtins.int
     """Characters (Unicode code points) of the output text that were complete after this token."""
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.Logprobs:
+        """Its log-probabilities, when they were asked for. A token that is sent again has none."""
+
     def __init__(
         self,
         *,
         id: _builtins.int = ...,
         origin: _common_pb2.TokenOrigin.ValueType = ...,
         text_end: _builtins.int = ...,
+        logprobs: _common_pb2.Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "origin", b"origin", "text_end", b"text_end"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "logprobs", b"logprobs", "origin", b"origin", "text_end", b"text_end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -435,6 +453,8 @@ class Finished(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     RULE_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
+    REQUESTED_RULE_FIELD_NUMBER: _builtins.int
+    RULE_REASON_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
     """Why."""
     stop_string: _builtins.str
@@ -443,6 +463,10 @@ class Finished(_message.Message):
     """The rule that was used."""
     drafter: _builtins.str
     """The drafter that was asked; empty for plain decoding."""
+    requested_rule: _common_pb2.VerificationRule.ValueType
+    """The rule that the request named; unspecified when it named none."""
+    rule_reason: _builtins.str
+    """Why `rule` isn't the one that the request named; empty when it is, or when none was named."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Token counts."""
@@ -465,10 +489,12 @@ class Finished(_message.Message):
         timings: Global___Timings | None = ...,
         rule: _common_pb2.VerificationRule.ValueType = ...,
         drafter: _builtins.str = ...,
+        requested_rule: _common_pb2.VerificationRule.ValueType = ...,
+        rule_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "drafter", b"drafter", "reason", b"reason", "rule", b"rule", "stop_string", b"stop_string", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "drafter", b"drafter", "reason", b"reason", "requested_rule", b"requested_rule", "rule", b"rule", "rule_reason", b"rule_reason", "stop_string", b"stop_string", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -519,6 +545,7 @@ class AcceptanceStats(_message.Message):
     NUM_PLAIN_STEPS_FIELD_NUMBER: _builtins.int
     NUM_ONE_HOT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_MISSED_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_SEAL_MISMATCHES_FIELD_NUMBER: _builtins.int
     num_spec_steps: _builtins.int
     """Rounds with a proposal."""
     num_draft_tokens: _builtins.int
@@ -535,6 +562,8 @@ class AcceptanceStats(_message.Message):
     """Draft tokens verified as one-hot because their distribution was lost, broken or sealed for something else."""
     num_draft_missed_steps: _builtins.int
     """Of the plain rounds, those in which a proposal was wanted but the draft worker was absent, dead or slow."""
+    num_seal_mismatches: _builtins.int
+    """Rounds whose distributions were sealed for something else, so that none was used."""
     @_builtins.property
     def acceptance_histogram(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Entry i: rounds in which exactly i draft tokens were accepted."""
@@ -551,10 +580,11 @@ class AcceptanceStats(_message.Message):
         num_plain_steps: _builtins.int = ...,
         num_one_hot_tokens: _builtins.int = ...,
         num_draft_missed_steps: _builtins.int = ...,
+        num_seal_mismatches: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "draft_acceptance_rate", b"draft_acceptance_rate", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_draft_missed_steps", b"num_draft_missed_steps", "num_draft_tokens", b"num_draft_tokens", "num_one_hot_tokens", b"num_one_hot_tokens", "num_plain_steps", b"num_plain_steps", "num_spec_steps", b"num_spec_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "draft_acceptance_rate", b"draft_acceptance_rate", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_draft_missed_steps", b"num_draft_missed_steps", "num_draft_tokens", b"num_draft_tokens", "num_one_hot_tokens", b"num_one_hot_tokens", "num_plain_steps", b"num_plain_steps", "num_seal_mismatches", b"num_seal_mismatches", "num_spec_steps", b"num_spec_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -130,8 +130,27 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the most probable tokens up to this mass.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Seed of all randomness.", show_default="random")] = None,
+    min_p: Annotated[float, typer.Option(help="Keep tokens at least so probable, beside the first.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Divides logits of tokens seen.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Off the logits of tokens in the output.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, for each time.")] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(help="ID=NUMBER, added to the id's logit; repeatable.")
+    ] = None,
+    allowed_token_ids: Annotated[
+        list[int] | None, typer.Option("--allowed-token-id", help="The only ids that may come; repeatable.")
+    ] = None,
+    banned_token_ids: Annotated[
+        list[int] | None, typer.Option("--banned-token-id", help="Id that never comes; repeatable.")
+    ] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Log-probabilities, with so many top tokens; see them with --json.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Makes the output repeatable.", show_default="random")
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = None,
+    min_tokens: Annotated[int, typer.Option(help="Fewest tokens to generate.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; repeatable.")] = None,
     stop_token_ids: Annotated[
         list[int] | None, typer.Option("--stop-token-id", help="Token id that ends the output; repeatable.")
@@ -142,6 +161,10 @@ def generate(
         int | None, typer.Option("--num-draft-tokens", "-k", help=f"0 to {MAX_NUM_DRAFT_TOKENS} per round.")
     ] = None,
     drafter: Annotated[str, typer.Option(help="Name of the drafter.", show_default="the server's")] = "",
+    rule: Annotated[
+        Literal["greedy", "token", "block", "shared_noise"] | None,
+        typer.Option(help="Verification rule.", show_default="by temperature and seed"),
+    ] = None,
     session_id: Annotated[str, typer.Option(help="Conversation to continue or begin.")] = "",
     request_id: Annotated[str, typer.Option(help="Makes a repeated call idempotent.")] = "",
     resume_offset: Annotated[int, typer.Option(help="Tokens of that request that are already here.")] = 0,
@@ -155,20 +178,31 @@ def generate(
     """Generate text, with each token in the colour of its origin when standard output is a terminal."""
     from splitspec.cli.generate import stream
     from splitspec.client import GenerateOptions, Message
+    from splitspec.types import Rule
 
     words = " ".join(prompt)
     options = GenerateOptions(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=dict(_bias(pair) for pair in logit_bias or ()),
+        allowed_token_ids=allowed_token_ids or (),
+        banned_token_ids=banned_token_ids or (),
+        logprobs=logprobs,
         seed=seed,
         max_tokens=max_tokens,
+        min_tokens=min_tokens,
         stop=stop or (),
         stop_token_ids=stop_token_ids or (),
         ignore_eos=ignore_eos,
         speculate=speculate,
         num_draft_tokens=num_draft_tokens,
         drafter=drafter,
+        rule=Rule[rule.upper()] if rule else None,
         session_id=session_id,
         request_id=request_id,
         resume_offset=resume_offset,
@@ -177,6 +211,14 @@ def generate(
         timeout=timeout,
     )
     _run(stream(address, [Message("user", words)] if chat else words, options, as_json, out, err))
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise ConfigError(f"--logit-bias is {text!r}, expected ID=NUMBER", field="logit_bias") from None
 
 
 @app.command()

@@ -15,6 +15,7 @@ from splitspec.client.values import (
     Chunk,
     Description,
     Finished,
+    Logprobs,
     Message,
     ModelInfo,
     RequestLimits,
@@ -22,8 +23,10 @@ from splitspec.client.values import (
     Started,
     Timings,
     Token,
+    TokenLogprob,
     Usage,
 )
+from splitspec.types import FinishReason, Origin, Rule
 
 __all__ = [
     "AcceptanceStats",
@@ -32,16 +35,21 @@ __all__ = [
     "Chunk",
     "Client",
     "Description",
+    "FinishReason",
     "Finished",
     "GenerateOptions",
     "Generation",
+    "Logprobs",
     "Message",
     "ModelInfo",
+    "Origin",
     "Prompt",
     "RequestLimits",
     "Result",
+    "Rule",
     "Started",
     "Timings",
     "Token",
+    "TokenLogprob",
     "Usage",
 ]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex, TypeAlias, TypedDict
 
-from protos.v1 import coordinator_pb2
+from protos.v1 import common_pb2, coordinator_pb2
 from splitspec.client.values import Message
 from splitspec.errors import InvalidRequestError
-from splitspec.types import MAX_MESSAGE_BYTES, Sampling, Stop
+from splitspec.types import MAX_MESSAGE_BYTES, Rule, Sampling, Stop
 
 #: Text, chat messages, or token ids.
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[Mapping[str, str]] | Sequence[int]
@@ -17,9 +17,12 @@ Prompt: TypeAlias = str | Sequence[Message] | Sequence[Mapping[str, str]] | Sequ
 class GenerateOptions(TypedDict, total=False):
     """Keyword arguments of `generate`; what is left out has the server's default.
 
-    temperature, top_k, top_p, seed: the distribution; temperature 0 is greedy, and the default is 1.
-    max_tokens, stop (strings), stop_token_ids, ignore_eos: when to end.
-    speculate, num_draft_tokens, drafter: how to speculate; never changes the output's distribution.
+    temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias
+    (id to number), allowed_token_ids, banned_token_ids: the distribution; temperature 0 is greedy, and the
+    default is 1. seed: makes the output repeatable, however it is speculated.
+    logprobs: log-probabilities of each token and of so many of the most probable ones.
+    max_tokens, min_tokens, stop (strings), stop_token_ids, ignore_eos: when to end.
+    speculate, num_draft_tokens, drafter, rule: how to speculate; never changes the output's distribution.
     session_id: conversation to continue or begin; without it the session ends with the request.
     request_id: makes a retried call idempotent. resume_offset: its tokens that the caller already has.
     tenant: nothing is shared across tenants.
@@ -30,14 +33,24 @@ class GenerateOptions(TypedDict, total=False):
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    banned_token_ids: Sequence[int]
+    logprobs: int | None
     seed: int | None
     max_tokens: int | None
+    min_tokens: int
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     speculate: bool
     num_draft_tokens: int | None
     drafter: str
+    rule: Rule | None
     session_id: str
     request_id: str
     resume_offset: int
@@ -48,22 +61,18 @@ class GenerateOptions(TypedDict, total=False):
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> coordinator_pb2.GenerateRequest:
     """Raises InvalidRequestError for what is wrong by itself; the server knows the rest."""
-    sampling = Sampling(
-        options.get("temperature", 1.0),
-        options.get("top_k", 0),
-        options.get("top_p", 1.0),
-        options.get("seed"),
-    )
+    rule = options.get("rule")
     request = coordinator_pb2.GenerateRequest(
         request_id=options.get("request_id", ""),
         session_id=options.get("session_id", ""),
         tenant=options.get("tenant", ""),
-        sampling=sampling.to_proto(),
+        sampling=_sampling(options).to_proto(),
         stop=_stop(options),
         speculation=coordinator_pb2.SpeculationOptions(
             disabled=not options.get("speculate", True),
             num_draft_tokens=_optional_uint32("num_draft_tokens", options.get("num_draft_tokens")),
             drafter=options.get("drafter", ""),
+            rule=rule.value if rule else common_pb2.VERIFICATION_RULE_UNSPECIFIED,
         ),
         resume_offset=_uint32s("resume_offset", [options.get("resume_offset", 0)])[0],
         one_token_per_chunk=options.get("one_token_per_chunk", False),
@@ -96,6 +105,24 @@ def _message(item: Any) -> coordinator_pb2.ChatMessage:
     return coordinator_pb2.ChatMessage(role=message.role, content=message.content)
 
 
+def _sampling(options: GenerateOptions) -> Sampling:
+    bias = options.get("logit_bias", {})
+    return Sampling(
+        temperature=options.get("temperature", 1.0),
+        top_k=options.get("top_k", 0),
+        top_p=options.get("top_p", 1.0),
+        min_p=options.get("min_p", 0.0),
+        repetition_penalty=options.get("repetition_penalty", 1.0),
+        presence_penalty=options.get("presence_penalty", 0.0),
+        frequency_penalty=options.get("frequency_penalty", 0.0),
+        logit_bias=dict(zip(_uint32s("logit_bias", bias), bias.values(), strict=True)),
+        allowed_token_ids=frozenset(_uint32s("allowed_token_ids", options.get("allowed_token_ids", ()))),
+        banned_token_ids=frozenset(_uint32s("banned_token_ids", options.get("banned_token_ids", ()))),
+        logprobs=options.get("logprobs"),
+        seed=options.get("seed"),
+    )
+
+
 def _stop(options: GenerateOptions) -> coordinator_pb2.StopConditions:
     strings = options.get("stop", ())
     if isinstance(strings, str):
@@ -105,12 +132,14 @@ def _stop(options: GenerateOptions) -> coordinator_pb2.StopConditions:
         frozenset(_uint32s("stop_token_ids", options.get("stop_token_ids", ()))),
         tuple(strings),
         options.get("ignore_eos", False),
+        _uint32s("min_tokens", [options.get("min_tokens", 0)])[0],
     )
     return coordinator_pb2.StopConditions(
         max_tokens=_optional_uint32("max_tokens", stop.max_tokens),
         stop_token_ids=sorted(stop.stop_token_ids),
         stop_strings=stop.stop_strings,
         ignore_eos=stop.ignore_eos,
+        min_tokens=stop.min_tokens,
     )
 
 

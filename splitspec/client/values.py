@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import types
 import typing
 from dataclasses import dataclass
 from functools import cache
@@ -24,12 +25,38 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's natural log-probability."""
+
+    id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural log-probabilities at one position.
+
+    raw: under the model's own distribution. processed: under the one that the token was drawn from, after
+    all parameters. top_raw, top_processed: the most probable tokens of each, in falling order.
+    """
+
+    raw: float
+    processed: float
+    top_raw: tuple[TokenLogprob, ...]
+    top_processed: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
-    """A generated token. text_end: characters of the output text that were complete after it."""
+    """A generated token. text_end: characters of the output text that were complete after it.
+
+    logprobs: when they were asked for; a token that is sent again has none.
+    """
 
     id: int
     origin: Origin
     text_end: int
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +118,7 @@ class AcceptanceStats:
     num_plain_steps: int
     num_one_hot_tokens: int
     num_draft_missed_steps: int
+    num_seal_mismatches: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +136,10 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The generation ended. drafter: empty for plain decoding."""
+    """The generation ended. drafter: empty for plain decoding.
+
+    rule: that was used. requested_rule: the one that was named, if any; rule_reason: why it isn't `rule`.
+    """
 
     reason: FinishReason
     stop_string: str
@@ -117,6 +148,8 @@ class Finished:
     timings: Timings
     rule: Rule
     drafter: str
+    requested_rule: Rule | None
+    rule_reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +212,7 @@ def from_proto(cls: type[V], message: ProtoMessage) -> V:
     Raises HandshakeError for an enumeration's value that this client doesn't know.
     """
     hints = _hints(cls)  # type: ignore[arg-type]  # a type is hashable
-    return cls(**{name: _convert(name, kind, getattr(message, name)) for name, kind in hints.items()})
+    return cls(**{name: _field(message, name, kind) for name, kind in hints.items()})
 
 
 def to_json(value: Any) -> Any:
@@ -194,6 +227,17 @@ def to_json(value: Any) -> Any:
 @cache
 def _hints(cls: type[Any]) -> dict[str, Any]:
     return typing.get_type_hints(cls)
+
+
+def _field(message: ProtoMessage, name: str, kind: Any) -> Any:
+    """A field's value; None for an optional one that is absent, or unspecified."""
+    value = getattr(message, name)
+    if typing.get_origin(kind) is types.UnionType:
+        (kind,) = (option for option in typing.get_args(kind) if option is not types.NoneType)
+        is_message = isinstance(value, ProtoMessage)
+        if not (message.HasField(name) if is_message else value):
+            return None
+    return _convert(name, kind, value)
 
 
 def _convert(name: str, kind: Any, value: Any) -> Any:

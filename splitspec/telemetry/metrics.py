@@ -53,6 +53,7 @@ class Metrics:
         self.add(names.NUM_DRAFTED_TOKENS, verdict.num_draft_tokens)
         self.add(names.NUM_ACCEPTED_TOKENS, verdict.num_accepted)
         self.add(names.ONE_HOT_TOKENS, verdict.num_one_hot)
+        self.add(names.SEAL_MISMATCHES, int(verdict.seal_mismatch))
         for position in range(verdict.num_accepted):
             self.add(names.NUM_ACCEPTED_TOKENS_PER_POS, position=position)
 

@@ -319,6 +319,12 @@ ONE_HOT_TOKENS = Metric(
     "{token}",
     "Draft tokens verified as one-hot: their distribution was absent, broken or sealed for something else.",
 )
+SEAL_MISMATCHES = Metric(
+    "splitspec.seal_mismatches",
+    Kind.COUNTER,
+    "{round}",
+    "Rounds whose distributions were sealed for other parameters or tokens, so that none was used.",
+)
 STALE_MESSAGES = Metric(
     "splitspec.stale_messages", Kind.COUNTER, "{message}", "Messages that a worker dropped as stale."
 )

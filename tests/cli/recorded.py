@@ -34,6 +34,7 @@ def result(
                 num_plain_steps=plain_steps,
                 num_one_hot_tokens=0,
                 num_draft_missed_steps=0,
+                num_seal_mismatches=0,
             ),
             timings=Timings(
                 time_to_first_token_us=600_000,
@@ -46,5 +47,7 @@ def result(
             ),
             rule=Rule.GREEDY,
             drafter=drafter,
+            requested_rule=None,
+            rule_reason="",
         ),
     )

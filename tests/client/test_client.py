@@ -13,7 +13,16 @@ import pytest
 
 from protos.v1 import common_pb2, coordinator_pb2
 from splitspec import errors
-from splitspec.client import AsyncClient, Chunk, Client, GenerateOptions, Message, Token
+from splitspec.client import (
+    AsyncClient,
+    Chunk,
+    Client,
+    GenerateOptions,
+    Logprobs,
+    Message,
+    Token,
+    TokenLogprob,
+)
 from splitspec.client.values import to_json
 from splitspec.errors import (
     HandshakeError,
@@ -93,7 +102,8 @@ def test_pieces_give_each_token_its_text() -> None:
 def test_json_has_names_for_enumerations(address: str) -> None:
     with Client(address) as client:
         shown = to_json(client.generate("Hi").result())
-    assert shown["tokens"][0] == {"id": 7, "origin": "plain", "text_end": 2}
+    assert shown["tokens"][0] == {"id": 7, "origin": "plain", "text_end": 2, "logprobs": None}
+    assert shown["finished"]["requested_rule"] is None
     assert shown["finished"]["reason"] == "stop_string"
     assert shown["finished"]["acceptance"]["acceptance_histogram"] == [0, 0, 1]
 
@@ -105,14 +115,24 @@ def test_every_option_reaches_its_field(address: str, script: Script) -> None:
             temperature=0.5,
             top_k=3,
             top_p=0.9,
+            min_p=0.01,
+            repetition_penalty=1.1,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            logit_bias={8: -1.5},
+            allowed_token_ids=[9, 8],
+            banned_token_ids=[7],
+            logprobs=2,
             seed=7,
             max_tokens=9,
+            min_tokens=4,
             stop=["!", "?"],
             stop_token_ids=[5, 4],
             ignore_eos=True,
             speculate=False,
             num_draft_tokens=0,
             drafter="lookup",
+            rule=Rule.TOKEN,
             session_id="s",
             request_id="r",
             resume_offset=3,
@@ -126,17 +146,60 @@ def test_every_option_reaches_its_field(address: str, script: Script) -> None:
         session_id="s",
         tenant="t",
         text="Hi",
-        sampling=common_pb2.SamplingParams(temperature=0.5, top_k=3, top_p=0.9, seed=7),
-        stop=coordinator_pb2.StopConditions(
-            max_tokens=9, stop_token_ids=[4, 5], stop_strings=["!", "?"], ignore_eos=True
+        sampling=common_pb2.SamplingParams(
+            temperature=0.5,
+            top_k=3,
+            top_p=0.9,
+            min_p=0.01,
+            repetition_penalty=1.1,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            logit_bias={8: -1.5},
+            allowed_token_ids=[8, 9],
+            banned_token_ids=[7],
+            logprobs=2,
+            seed=7,
         ),
-        speculation=coordinator_pb2.SpeculationOptions(disabled=True, num_draft_tokens=0, drafter="lookup"),
+        stop=coordinator_pb2.StopConditions(
+            max_tokens=9, stop_token_ids=[4, 5], stop_strings=["!", "?"], ignore_eos=True, min_tokens=4
+        ),
+        speculation=coordinator_pb2.SpeculationOptions(
+            disabled=True,
+            num_draft_tokens=0,
+            drafter="lookup",
+            rule=common_pb2.VERIFICATION_RULE_TOKEN,
+        ),
         resume_offset=3,
         one_token_per_chunk=True,
     )
     assert not bare.stop.HasField("max_tokens")
     assert not bare.sampling.HasField("seed")
     assert not bare.speculation.HasField("num_draft_tokens")
+    assert not bare.sampling.HasField("logprobs")
+    assert not bare.speculation.rule
+
+
+def test_logprobs_and_the_reason_for_another_rule(address: str, script: Script) -> None:
+    events = whole()
+    top = [common_pb2.TokenLogprob(id=3, logprob=-0.5), common_pb2.TokenLogprob(id=10, logprob=-1.5)]
+    events[2].chunk.tokens[0].logprobs.CopyFrom(
+        common_pb2.Logprobs(raw=-1.5, processed=-0.25, top_raw=top, top_processed=top[1:])
+    )
+    events[3].finished.requested_rule = common_pb2.VERIFICATION_RULE_BLOCK
+    events[3].finished.rule_reason = "because"
+    script.answer = lambda context: events
+    with Client(address) as client:
+        result = client.generate("Hi").result()
+    assert result.tokens[0].logprobs is None
+    assert result.tokens[3].logprobs == Logprobs(
+        -1.5, -0.25, (TokenLogprob(3, -0.5), TokenLogprob(10, -1.5)), (TokenLogprob(10, -1.5),)
+    )
+    finished = result.finished
+    assert (finished.rule, finished.requested_rule, finished.rule_reason) == (
+        Rule.GREEDY,
+        Rule.BLOCK,
+        "because",
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,6 +240,12 @@ def test_kinds_of_prompt(address: str, script: Script, prompt: Any, field: dict[
         ("Hi", {"temperature": -1.0}, "sampling.temperature"),
         ("Hi", {"top_p": 0.0}, "sampling.top_p"),
         ("Hi", {"seed": 2**64}, "sampling.seed"),
+        ("Hi", {"logit_bias": {-1: 0.0}}, "logit_bias"),
+        ("Hi", {"logit_bias": {1: 101.0}}, "sampling.logit_bias"),
+        ("Hi", {"allowed_token_ids": [2**32]}, "allowed_token_ids"),
+        ("Hi", {"banned_token_ids": [-1]}, "banned_token_ids"),
+        ("Hi", {"min_tokens": -1}, "min_tokens"),
+        ("Hi", {"min_tokens": 5, "max_tokens": 4}, "stop.min_tokens"),
         ("Hi", {"max_tokens": 0}, "stop.max_tokens"),
         ("Hi", {"max_tokens": 2**32}, "max_tokens"),
         ("Hi", {"stop": "!"}, "stop"),

@@ -14,14 +14,13 @@ from splitspec.config import CoordinatorSettings
 from splitspec.errors import InvalidRequestError, StaleError
 from splitspec.registry import Registry, WorkerHandle
 from splitspec.telemetry import NO_SPAN
-from splitspec.types import Sampling
 
 TARGET = WorkerHandle("t1", "h1")
 DRAFT = WorkerHandle("d1", "h2", "lookup")
 
 
 def own(registry: Registry) -> AbstractAsyncContextManager[Ownership]:
-    return Owner(registry, CoordinatorSettings(model="m")).own("t", "s", Sampling(seed=1), 60, NO_SPAN)
+    return Owner(registry, CoordinatorSettings(model="m")).own("t", "s", 60, NO_SPAN)
 
 
 def journal_key(client: Redis) -> str:

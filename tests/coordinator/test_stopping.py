@@ -262,3 +262,24 @@ def test_any_blocks_give_the_same_cut_which_is_that_of_the_full_text(
         assert replace(end, tokens=()) == replace(whole, tokens=())
         assert ids_of(whole) == ids_of(end)
     assert not any(stop_string in whole.text for stop_string in stop.stop_strings)
+
+
+@pytest.mark.parametrize(("min_tokens", "kept"), [(0, 2), (2, 2), (3, 4), (4, 4), (5, 6), (6, 6), (7, 7)])
+@pytest.mark.parametrize("block", [1, 2, 7])
+def test_a_stop_string_counts_from_min_tokens_on(
+    codec: TextCodec, min_tokens: int, kept: int, block: int
+) -> None:
+    """One that begins earlier and is complete only then counts; what came before stays in the text."""
+    ids = spelled(codec, "ababababa")
+    under_test = stopper(codec, Stop(stop_strings=("ab", "ababx"), min_tokens=min_tokens), max_tokens=7)
+    emissions = []
+    for start in range(0, len(ids), block):
+        emissions.append(under_test.push(ids[start : start + block]))
+        if emissions[-1].finish is not None:
+            break
+    emission = joined(emissions)
+    ended = kept < 7
+    assert emission.finish is (FinishReason.STOP_STRING if ended else FinishReason.MAX_TOKENS)
+    assert ids_of(emission) == ids[:kept]
+    assert emission.text == "abababa"[: kept - 2 if ended else kept]
+    assert [token.text_end for token in emission.tokens] == sorted(t.text_end for t in emission.tokens)

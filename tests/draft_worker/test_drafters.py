@@ -18,13 +18,15 @@ from draft_worker.drafters.base import common_prefix
 from draft_worker.drafters.layer_skip import middle_layers
 from draft_worker.drafters.lookup import LookupDrafter
 from draft_worker.drafters.model import ModelDrafter
+from draft_worker.drawing import DraftCounterNoise
 from splitspec.engine.causal_lm import CausalLM
 from splitspec.errors import ConfigError
 from splitspec.sampling.distribution import probabilities
-from splitspec.sampling.randomness import CounterNoise, Purpose
+from splitspec.sampling.randomness import Purpose
 from splitspec.tokens import TokenLog
-from splitspec.types import DRAFT_SUPPORT, Sampling
+from splitspec.types import DRAFT_SUPPORT, Rule, Sampling
 from splitspec.wire import Draft
+from tests.drawings import drawing_of
 from tests.engine import tiny
 
 GREEDY = Sampling(temperature=0.0)
@@ -51,7 +53,8 @@ def build(text: str) -> Drafter:
 
 
 def propose(drafter: Drafter, state: Any, tokens: Sequence[int], count: int, sampling: Sampling) -> Draft:
-    return drafter.propose(state, tokens, count, sampling, CounterNoise(7, len(tokens)))
+    noise = DraftCounterNoise(7, len(tokens))
+    return drafter.propose(state, tokens, count, drawing_of(sampling), noise)
 
 
 def assert_same_proposal(actual: Draft, expected: Draft) -> None:
@@ -157,7 +160,7 @@ class TestContext:
         assert propose(drafter, drafter.open(), [], 4, GREEDY) == Draft.certain(())
 
 
-class EveryDraw(CounterNoise):
+class EveryDraw(DraftCounterNoise):
     """Noise that gives chosen integers, and keeps the bounds it was asked for."""
 
     def __init__(self, values: Sequence[int]) -> None:
@@ -204,14 +207,18 @@ class TestDraw:
         for values in ([0, 0], [70000, 0]):
             drawn: dict[int, int] = {}
             noise = EveryDraw(values)
-            draft = drafter.propose(state, tiny.text(9), 2, sampling, noise)
+            draft = drafter.propose(state, tiny.text(9), 2, drawing_of(sampling), noise)
             q = draft.distributions[1]
             assert q is not None
             assert noise.bounds[1] == q.total
             edges = np.concatenate([[0], np.cumsum(q.weights, dtype=np.int64)])
             for low, high in itertools.pairwise(edges.tolist()):
-                first = drafter.propose(state, tiny.text(9), 2, sampling, EveryDraw([values[0], low]))
-                last = drafter.propose(state, tiny.text(9), 2, sampling, EveryDraw([values[0], high - 1]))
+                first, last = (
+                    drafter.propose(
+                        state, tiny.text(9), 2, drawing_of(sampling), EveryDraw([values[0], value])
+                    )
+                    for value in (low, high - 1)
+                )
                 assert first.token_ids == last.token_ids
                 drawn[first.token_ids[1]] = high - low
             assert drawn == dict(zip(q.ids.tolist(), q.weights.tolist(), strict=True))
@@ -222,6 +229,24 @@ class TestDraw:
         for count in (1, 2, 3):
             short = propose(drafter, drafter.open(), tokens, count, SAMPLED)
             assert_same_proposal(short, Draft(long.token_ids[:count], long.distributions[:count]))
+
+    def test_shared_noise_sends_the_winner_of_the_race_alone(
+        self, drafter: ModelDrafter, model: CausalLM
+    ) -> None:
+        """As the target would draw it if q were its distribution, at the token's position in the session."""
+        tokens, noise = tiny.text(9), DraftCounterNoise(7, 1)
+        drawing = drawing_of(SAMPLED, Rule.SHARED_NOISE)
+        draft = drafter.propose(drafter.open(), tokens, 3, drawing, noise)
+        assert draft.distributions == (None, None, None)
+        rows = probabilities(model.forward(model.new_kv(), [*tokens, *draft.token_ids], 4), SAMPLED)
+        assert draft.token_ids == tuple(noise.race(9 + i, rows[i]) for i in range(3))
+
+    def test_penalties_see_the_draft_tokens_before(self, drafter: ModelDrafter, model: CausalLM) -> None:
+        tokens = tiny.text(9)
+        penalised = Sampling(temperature=0, repetition_penalty=1e6)
+        draft = propose(drafter, drafter.open(), tokens, 6, penalised)
+        assert len(set(draft.token_ids)) == 6
+        assert not set(draft.token_ids) & set(tokens)
 
     def test_greedy_sends_the_argmax_alone(self, drafter: ModelDrafter, model: CausalLM) -> None:
         tokens = tiny.text(9)

@@ -64,7 +64,7 @@ class Stream:
         stamp = self.stamp(round_number)
         for name, value in changes.items():
             setattr(stamp, name, value)
-        body = Draft.certain(draft).encode(0)
+        body = Draft.certain(draft).encode(b"")
         proposal = common_pb2.Proposal(stamp=stamp, num_draft_tokens=len(draft), body=body)
         request = target_pb2.TargetSessionRequest(stamp=stamp, verify=target_pb2.Verify(proposal=proposal))
         await self.call.write(request)

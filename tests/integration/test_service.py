@@ -11,13 +11,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from draft_worker.drafters import DrafterSpec, build_drafter
+from draft_worker.drawing import DraftCounterNoise
 from splitspec.cli.stack import Stack
 from splitspec.client import AsyncClient
 from splitspec.engine.causal_lm import CausalLM
 from splitspec.model_thread import Timer
-from splitspec.sampling.randomness import CounterNoise
 from splitspec.tokens import TokenLog
-from splitspec.types import Origin, Sampling
+from splitspec.types import Drawing, Origin, Output, Rule, Sampling
 from splitspec.wire import Draft
 from target_worker.verifier import verify
 
@@ -54,17 +54,23 @@ async def test_text_does_not_depend_on_chunks(tiny: Stack, tiny_model: Path, num
     assert "\ufffd" in whole[0][1]
 
 
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK, Rule.SHARED_NOISE])
 @pytest.mark.parametrize("drafter", ["model", "lookup"])
-async def test_sampled_tokens_are_those_of_the_functions(tiny: Stack, tiny_model: Path, drafter: str) -> None:
-    sampling = Sampling(temperature=0.8, top_k=50, top_p=0.95, seed=1234)
+async def test_sampled_tokens_are_those_of_the_functions(
+    tiny: Stack, tiny_model: Path, drafter: str, rule: Rule
+) -> None:
+    sampling = Sampling(temperature=0.8, top_k=50, top_p=0.95, presence_penalty=0.5, seed=1234)
     prompt, k, count = list(range(500, 540)), 3, 120
+    drawing = Drawing(sampling, rule, Output(len(prompt)))
     async with AsyncClient(tiny.address) as client:
         result = await client.generate(
             prompt,
             temperature=0.8,
             top_k=50,
             top_p=0.95,
+            presence_penalty=0.5,
             seed=1234,
+            rule=rule,
             max_tokens=count,
             ignore_eos=True,
             num_draft_tokens=k,
@@ -80,16 +86,17 @@ async def test_sampled_tokens_are_those_of_the_functions(tiny: Stack, tiny_model
         draft = Draft.certain(())
         if min(k, remaining - 1) and round_number:  # the first round is plain
             round_number += 1
-            noise = CounterNoise(1234, round_number)
-            draft = drafting.propose(state, tokens, min(k, remaining - 1), sampling, noise)
+            noise = DraftCounterNoise(1234, round_number)
+            draft = drafting.propose(state, tokens, min(k, remaining - 1), drawing, noise)
         if not draft.token_ids:
             round_number += 1  # a plain round follows the one whose proposal was empty
-        outcome = verify(target, kv, tokens[-1], draft, sampling, sampling.rule, round_number, Timer())
-        tokens.extend([*draft.token_ids[: outcome.num_accepted], outcome.next_token])
-        accepted += outcome.num_accepted
+        verified = verify(target, kv, tokens, draft, drawing, round_number, Timer())
+        tokens.extend(verified.committed)
+        accepted += verified.outcome.num_accepted
     assert result.token_ids == tokens[len(prompt) :]
     assert result.finished.acceptance.num_accepted_draft_tokens == accepted
     assert drafter == "lookup" or accepted > count / 2
+    assert (result.finished.rule, result.finished.rule_reason) == (rule, "")
 
 
 async def test_origins_are_those_of_the_counts(tiny: Stack) -> None:
