@@ -1,4 +1,4 @@
-"""Processing of logits against the transformers library; randomness against its published definition."""
+"""Randomness against its published definition."""
 
 from __future__ import annotations
 
@@ -9,81 +9,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from splitspec.sampling.distribution import argmax, probabilities
 from splitspec.sampling.randomness import CounterNoise, Purpose, accepts, below, invert, raw64, uniform, unit
-from splitspec.types import Sampling
 
 LARGEST_UNIFORM = 1 - 2.0**-53
-
-
-def processed_by_transformers(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    ids = torch.zeros((len(logits), 1), dtype=torch.long)
-    scores = TemperatureLogitsWarper(sampling.temperature)(ids, logits.double())
-    if sampling.top_k:
-        scores = TopKLogitsWarper(sampling.top_k)(ids, scores)
-    if sampling.top_p < 1:
-        scores = TopPLogitsWarper(sampling.top_p)(ids, scores)
-    return torch.softmax(scores, dim=-1)
-
-
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_probabilities_equal_those_of_transformers(dtype: torch.dtype, ties: bool) -> None:
-    generator = np.random.default_rng(1)
-    for _ in range(150):
-        vocabulary_size = int(generator.integers(1, 40))
-        logits = torch.from_numpy(generator.normal(scale=3, size=(3, vocabulary_size))).to(dtype)
-        sampling = Sampling(
-            temperature=float(generator.uniform(0.05, 3)),
-            top_k=int(generator.integers(0, vocabulary_size + 3)),
-            top_p=float(generator.choice([1.0, generator.uniform(0.01, 1)])),
-        )
-        if ties:
-            logits = logits.round()
-        found = probabilities(logits, sampling)
-        expected = processed_by_transformers(logits, sampling)
-        assert found.dtype == torch.float64
-        assert torch.equal(found > 0, expected > 0), (logits, sampling)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-
-
-def test_top_k_keeps_every_token_as_probable_as_the_kth() -> None:
-    found = probabilities(torch.tensor([[1.0, 3.0, 1.0, 0.0, 1.0]]), Sampling(top_k=2))
-    assert (found > 0).tolist() == [[True, True, True, False, True]]
-
-
-def test_top_p_keeps_the_token_that_reaches_it_and_at_least_one() -> None:
-    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
-    assert (probabilities(logits, Sampling(top_p=0.6)) > 0).tolist() == [[True, True, False, False]]
-    assert probabilities(logits, Sampling(top_p=1e-300)).tolist() == [[1, 0, 0, 0]]
-    reached_exactly = probabilities(torch.zeros(1, 4), Sampling(top_p=0.5))
-    assert reached_exactly.tolist() == [[0, 0, 0.5, 0.5]]
-
-
-def test_a_forbidden_token_has_probability_zero() -> None:
-    found = probabilities(torch.tensor([[-torch.inf, 0.0, 0.0]]), Sampling(top_k=2, top_p=0.99))
-    assert found.tolist() == [[0, 0.5, 0.5]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_temperature_0_is_one_hot_at_the_lowest_of_the_largest(dtype: torch.dtype) -> None:
-    logits = torch.tensor([[0, 2, 2, 1], [3, 3, 3, 3], [-5, -4, -3, -2]], dtype=dtype)
-    found = probabilities(logits, Sampling(temperature=0, top_k=2, top_p=0.5))
-    assert found.dtype == torch.float64
-    assert found.tolist() == [[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1]]
-    assert argmax(logits).tolist() == [1, 0, 3]
-
-
-@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-30])
-def test_tiny_temperatures_share_the_mass_among_the_largest(temperature: float) -> None:
-    found = probabilities(torch.tensor([[20.0, 3.0, 20.0, -80.0]]), Sampling(temperature=temperature))
-    assert found.tolist() == [[0.5, 0, 0.5, 0]]
-
-
-def test_a_huge_temperature_is_uniform() -> None:
-    assert probabilities(torch.tensor([[20.0, -80.0]]), Sampling(temperature=1e308)).tolist() == [[0.5, 0.5]]
 
 
 def philox_4x64_10(counter: list[int], key: list[int]) -> list[int]:
