@@ -11,15 +11,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from draft_worker.drafters import DrafterSpec, build_drafter
-from draft_worker.drawing import DraftCounterNoise
 from splitspec.cli.stack import Stack
 from splitspec.client import AsyncClient
 from splitspec.engine.causal_lm import CausalLM
-from splitspec.model_thread import Timer
-from splitspec.tokens import TokenLog
 from splitspec.types import Drawing, Origin, Output, Rule, Sampling
-from splitspec.wire import Draft
-from target_worker.verifier import verify
+from tests.integration.functions import speak
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session")]
 
@@ -79,23 +75,10 @@ async def test_sampled_tokens_are_those_of_the_functions(
     target = CausalLM.load(tiny_model, name="tiny", dtype="float32", device="cpu")
     spec = "lookup" if drafter == "lookup" else f"model={tiny_model}"
     drafting = build_drafter(DrafterSpec.parse(spec), dtype="float32", device="cpu")
-    tokens, kv, state, round_number = TokenLog(prompt), target.new_kv(), drafting.open(), 0
-    target.forward(kv, prompt[:-1], 0)
-    accepted = 0
-    while (remaining := len(prompt) + count - len(tokens)) > 0:
-        draft = Draft.certain(())
-        if min(k, remaining - 1) and round_number:  # the first round is plain
-            round_number += 1
-            noise = DraftCounterNoise(1234, round_number)
-            draft = drafting.propose(state, tokens, min(k, remaining - 1), drawing, noise)
-        if not draft.token_ids:
-            round_number += 1  # a plain round follows the one whose proposal was empty
-        verified = verify(target, kv, tokens, draft, drawing, round_number, Timer())
-        tokens.extend(verified.committed)
-        accepted += verified.outcome.num_accepted
-    assert result.token_ids == tokens[len(prompt) :]
-    assert result.finished.acceptance.num_accepted_draft_tokens == accepted
-    assert drafter == "lookup" or accepted > count / 2
+    spoken = speak(target, drafting, drawing, prompt, k, count)
+    assert result.token_ids == spoken.token_ids
+    assert result.finished.acceptance.num_accepted_draft_tokens == spoken.num_accepted
+    assert drafter == "lookup" or spoken.num_accepted > count / 2
     assert (result.finished.rule, result.finished.rule_reason) == (rule, "")
 
 
