@@ -1,0 +1,44 @@
+"""Prompts of Spec-Bench, the public benchmark of speculative decoding.
+
+data/spec_bench.jsonl.gz: every second question of each category of hemingkx/Spec-Bench (Apache-2.0), by Xia
+et al., "Unlocking efficiency in large language model inference", 2401.07851.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+_PATH = Path(__file__).parent / "data" / "spec_bench.jsonl.gz"
+_GROUPS = {
+    "translation": "translation",
+    "summarization": "summarization",
+    "qa": "question answering",
+    "math_reasoning": "mathematics",
+    "rag": "retrieval",
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """group: one of six; the eight small categories of MT-bench are "conversation"."""
+
+    id: int
+    group: str
+    turns: tuple[str, ...]
+
+
+def questions(per_group: int) -> list[Question]:
+    """The first `per_group` questions of each group; of conversation in turn from its categories."""
+    found: defaultdict[str, list[Question]] = defaultdict(list)
+    with gzip.open(_PATH, "rt", encoding="utf-8") as lines:
+        for line in lines:
+            record = json.loads(line)
+            group = _GROUPS.get(record["category"], "conversation")
+            found[group].append(Question(record["id"], group, tuple(record["turns"])))
+    # Conversation's categories follow one another, five questions each.
+    found["conversation"].sort(key=lambda question: question.id % 10)
+    return [question for group in found.values() for question in group[:per_group]]
