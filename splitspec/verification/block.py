@@ -20,7 +20,7 @@ def verify_block(rows: Rows, draft: Draft, noise: Noise) -> Outcome:
     very ones that the tokens were drawn from; None counts as one-hot.
     Noise, which must be fresh in each round, as tests behind the first failing one count: u_i by index i - 1,
     the correction after tau tokens by tau, and the bonus by K.
-    Source: Sun et al., 2403.10444, algorithm 2 and equations 3 to 5.
+    Source: Sun et al., 2403.10444, its algorithm for block verification.
     """
     num_draft_tokens = len(draft.token_ids)
     q = [

@@ -16,6 +16,6 @@ def verify_shared_noise(rows: Rows, draft: Draft, base_length: int, noise: Noise
     base_length: committed tokens, so that the first draft token has this position.
     What is emitted is a function of target, prompt and seed: the draft only decides how fast. One that races
     its own distributions on the same noise is accepted with at least (1 - TV) / (1 + TV).
-    Source: Daliri et al., 2408.07978, section 3 (Gumbel sampling, theorem 2).
+    Source: Daliri et al., 2408.07978, Gumbel sampling and drafter-invariant speculative decoding.
     """
     return walk(draft, lambda row, depth: noise.race(base_length + depth, rows.probabilities(row)))

@@ -21,7 +21,7 @@ def verify_tree_recursive(rows: Rows, draft: Draft, noise: Noise) -> Outcome:
     children of each row was fixed before they were drawn, and none was removed. A row without a distribution
     has certain children, and is decided as by `verify_tree_top_m`.
     Noise: acceptance of node i by index i; the correction or next token of a row by the row.
-    Source: Jeon et al., 2402.14160 (RSD), algorithm 3; Chen et al., 2402.12374 (Sequoia), algorithm 2.
+    Source: Jeon et al., 2402.14160, recursive rejection sampling; Chen et al., 2402.12374 (Sequoia).
     """
     children = draft.children
 

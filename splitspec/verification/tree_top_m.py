@@ -14,6 +14,6 @@ def verify_tree_top_m(rows: Rows, draft: Draft, noise: Noise) -> Outcome:
 
     rows: row 0 after the committed tokens, row i + 1 after draft token i. draft: a tree, whose distributions
     aren't looked at. Each row's draw is the noise's NEXT of that row.
-    Source: Miao et al., 2305.09781 (SpecInfer), section 4.3, naive sampling.
+    Source: Miao et al., 2305.09781 (SpecInfer), its naive sampling for trees.
     """
     return walk(draft, lambda row, _: noise.draw(row, Purpose.NEXT, rows.probabilities(row)))

@@ -3,62 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from splitspec.sampling.randomness import Noise, Purpose
+from splitspec.sampling.rows import ProcessedRows, Rows
+from splitspec.types import Rule
 from splitspec.verification.outcome import Outcome
-from splitspec.verification.token import residual, verify_token
+from splitspec.verification.residual import positive_part, residual
+from splitspec.verification.token import verify_token
+from splitspec.verification.walk import walk
 from splitspec.wire import Draft, SparseDistribution
-from tests.exactness import law
-from tests.exactness.law import BranchingNoise, Implementation, Prefix, Table, Verify
+from tests.exactness import drafting
+from tests.exactness.drafting import RoundNoise, chain, top
+from tests.exactness.enumeration import BranchNoise
+from tests.exactness.law import Decide, decide_by
+from tests.exactness.tables import Model, Prefix, ProcessedModel, TableRows
 
-Distributions = Sequence[SparseDistribution | None]
 Drawn = tuple[int, SparseDistribution | None]
 
-
-def right_step(noise: BranchingNoise, index: int, row: torch.Tensor) -> Drawn:
-    q = law.top(row, len(row))
-    return noise.draft_token(index, q), q
-
-
-right = law.chain(right_step)
-
+right = chain(drafting.drawn)
 
 # Drafts that send another distribution than the one they drew from.
 
 
-def coarse_after_the_draw(noise: BranchingNoise, index: int, row: torch.Tensor) -> Drawn:
+def coarse_after_the_draw(noise: RoundNoise, index: int, q: Rows) -> Drawn:
     """Draw from q, then round q to a grid of 1/16."""
-    token, _ = right_step(noise, index, row)
-    weights = np.rint(16 * row.numpy())
+    token, _ = drafting.drawn(noise, index, q)
+    weights = np.rint(16 * q.probabilities(0).numpy())
     weights[token] = max(1, weights[token])
     ids = np.flatnonzero(weights)
     return token, SparseDistribution(ids.astype(np.uint32), weights[ids].astype(np.uint16))
 
 
-def top_after_the_draw(noise: BranchingNoise, index: int, row: torch.Tensor) -> Drawn:
+def top_after_the_draw(noise: RoundNoise, index: int, q: Rows) -> Drawn:
     """Draw from all of q, send its two most probable tokens."""
-    return right_step(noise, index, row)[0], law.top(row, 2)
+    return drafting.drawn(noise, index, q)[0], top(q.probabilities(0), 2)
 
 
-def unchecked(draft: Draft, vocabulary_size: int) -> Draft:
+def unchecked(drafts: Sequence[Draft], vocabulary_size: int) -> Draft:
     """A wire that lets a token through which isn't in the distribution sent with it."""
-    return draft
+    return drafts[-1]
 
 
-def argmax_sent_as_drawn(noise: BranchingNoise, index: int, row: torch.Tensor) -> Drawn:
+def argmax_sent_as_drawn(noise: RoundNoise, index: int, q: Rows) -> Drawn:
     """Propose the argmax, send q as if the token had been drawn from it."""
-    return int(torch.argmax(row)), law.top(row, len(row))
+    return q.argmax(0), top(q.probabilities(0), 4)
 
 
-def one_draw_for_the_chain(noise: BranchingNoise, index: int, row: torch.Tensor) -> Drawn:
+def one_draw_for_the_chain(noise: RoundNoise, index: int, q: Rows) -> Drawn:
     """Draw every token of the chain with the random value of the first."""
-    return right_step(noise, 0, row)
+    return drafting.drawn(noise, 0, q)
 
 
-def drop_unlikely(noise: BranchingNoise, q: Table, prefix: Prefix, num_draft_tokens: int) -> Draft:
+def drop_unlikely(noise: RoundNoise, q: Model, prefix: Prefix, num_draft_tokens: int) -> Draft:
     """End the chain before the first token of low q, which is thrown away."""
     draft = right(noise, q, prefix, num_draft_tokens)
     for i, (token, row) in enumerate(zip(draft.token_ids, draft.distributions, strict=True)):
@@ -67,40 +67,51 @@ def drop_unlikely(noise: BranchingNoise, q: Table, prefix: Prefix, num_draft_tok
     return draft
 
 
-# Rules that draw the correction from something else than the residual.
+def stale_distributions(drafts: Sequence[Draft], vocabulary_size: int) -> Draft:
+    """A target that still holds the distributions of the round before."""
+    return Draft(drafts[-1].token_ids, drafts[-2 if len(drafts) > 1 else -1].distributions)
 
 
-def correcting(correct: Callable[[torch.Tensor, int, SparseDistribution, Noise], int]) -> Verify:
-    """The token rule with another correction: (p, index of the rejection, q, noise) to a token."""
-
-    def verify(p: torch.Tensor, tokens: Sequence[int], q: Distributions, noise: Noise) -> Outcome:
-        for i, token in enumerate(tokens):
-            q_i = q[i] or SparseDistribution.one_hot(token)
-            if not noise.accepts(i, float(p[i, token]), q_i.probability(token)):
-                return Outcome(len(tokens), i, correct(p, i, q_i, noise))
-        return Outcome(len(tokens), len(tokens), noise.draw(len(tokens), Purpose.NEXT, p[-1]))
-
-    return verify
+def below_by_24_bits(raw: int, bound: int) -> int:
+    """The multiply-shift of a 24-bit integer, as of a float32 uniform."""
+    return ((raw >> 40) * bound) >> 24
 
 
-def from_p(p: torch.Tensor, i: int, q: SparseDistribution, noise: Noise) -> int:
-    return noise.draw(i, Purpose.RESIDUAL, p[i])
+# The token rule with the correction drawn from something else than the residual.
 
 
-def from_the_difference(p: torch.Tensor, i: int, q: SparseDistribution, noise: Noise) -> int:
+def correcting(correct: Callable[[Rows, int, SparseDistribution, Noise], int]) -> Decide:
+    """The token rule with another correction: (rows, index of the rejection, q, noise) to a token."""
+
+    def decide(rows: Rows, draft: Draft, base_length: int, noise: Noise) -> Outcome:
+        count = len(draft.token_ids)
+        for i, token in enumerate(draft.token_ids):
+            q = draft.distributions[i] or SparseDistribution.one_hot(token)
+            if not noise.accepts(i, float(rows.probabilities(i)[token]), q.probability(token)):
+                return Outcome.of_chain(count, i, correct(rows, i, q, noise))
+        return Outcome.of_chain(count, count, noise.draw(count, Purpose.NEXT, rows.probabilities(count)))
+
+    return decide
+
+
+def from_p(rows: Rows, i: int, q: SparseDistribution, noise: Noise) -> int:
+    return noise.draw(i, Purpose.RESIDUAL, rows.probabilities(i))
+
+
+def from_the_difference(rows: Rows, i: int, q: SparseDistribution, noise: Noise) -> int:
     """The absolute value of p - q instead of its positive part."""
-    dense = torch.zeros_like(p[i])
+    dense = torch.zeros_like(rows.probabilities(i))
     dense[torch.from_numpy(q.ids.astype(np.int64))] = torch.from_numpy(q.probabilities)
-    return noise.draw(i, Purpose.RESIDUAL, (p[i] - dense).abs())
+    return noise.draw(i, Purpose.RESIDUAL, (rows.probabilities(i) - dense).abs())
 
 
-def from_the_next_row(p: torch.Tensor, i: int, q: SparseDistribution, noise: Noise) -> int:
-    return noise.draw(i, Purpose.RESIDUAL, residual(p[i + 1], q))
+def from_the_next_row(rows: Rows, i: int, q: SparseDistribution, noise: Noise) -> int:
+    return noise.draw(i, Purpose.RESIDUAL, residual(rows.probabilities(i + 1), q))
 
 
-def with_the_acceptance_uniform(p: torch.Tensor, i: int, q: SparseDistribution, noise: Noise) -> int:
+def with_the_acceptance_uniform(rows: Rows, i: int, q: SparseDistribution, noise: Noise) -> int:
     """The uniform that has just rejected the token draws the correction too."""
-    return noise.draw(i, Purpose.ACCEPTANCE, residual(p[i], q))
+    return noise.draw(i, Purpose.ACCEPTANCE, residual(rows.probabilities(i), q))
 
 
 # Rules that accept wrongly, or take the bonus from elsewhere.
@@ -115,56 +126,228 @@ def accepts_inverted(u: float, numerator: float, denominator: float) -> bool:
     return u * numerator < denominator
 
 
+@dataclass(frozen=True)
 class OneUniform:
     """Noise that decides on every position with the uniform of the first."""
 
-    def __init__(self, noise: Noise) -> None:
-        self._noise = noise
+    noise: Noise
 
     def accepts(self, index: int, numerator: float, denominator: float) -> bool:
-        return self._noise.accepts(0, numerator, denominator)
+        return self.noise.accepts(0, numerator, denominator)
 
     def draw(self, index: int, purpose: Purpose, weights: torch.Tensor) -> int:
-        return self._noise.draw(index, purpose, weights)
+        return self.noise.draw(index, purpose, weights)
+
+    def race(self, position: int, weights: torch.Tensor) -> int:
+        return self.noise.race(position, weights)
 
 
-def one_uniform(p: torch.Tensor, tokens: Sequence[int], q: Distributions, noise: Noise) -> Outcome:
-    return verify_token(p, tokens, q, OneUniform(noise))
+@dataclass(frozen=True)
+class ByPosition:
+    """Noise that is keyed by absolute position instead of by round and index."""
+
+    noise: Noise
+    base_length: int
+
+    def accepts(self, index: int, numerator: float, denominator: float) -> bool:
+        return self.noise.accepts(self.base_length + index, numerator, denominator)
+
+    def draw(self, index: int, purpose: Purpose, weights: torch.Tensor) -> int:
+        return self.noise.draw(self.base_length + index, purpose, weights)
+
+    def race(self, position: int, weights: torch.Tensor) -> int:
+        return self.noise.race(position, weights)
 
 
-def bonus_from_the_last_draft_row(
-    p: torch.Tensor, tokens: Sequence[int], q: Distributions, noise: Noise
-) -> Outcome:
-    return verify_token(torch.cat([p[:-1], p[-2:-1]]), tokens, q, noise)
+def by_position(rule: Rule) -> Decide:
+    def decide(rows: Rows, draft: Draft, base_length: int, noise: Noise) -> Outcome:
+        assert isinstance(noise, BranchNoise)
+        return decide_by(rule)(rows, draft, base_length, ByPosition(noise.streams.round(0), base_length))
+
+    return decide
 
 
-def every_row_one_late(p: torch.Tensor, tokens: Sequence[int], q: Distributions, noise: Noise) -> Outcome:
-    return verify_token(torch.cat([p[1:], p[-1:]]), tokens, q, noise)
+def one_uniform(rule: Rule) -> Decide:
+    def decide(rows: Rows, draft: Draft, base_length: int, noise: Noise) -> Outcome:
+        return decide_by(rule)(rows, draft, base_length, OneUniform(noise))
+
+    return decide
 
 
-def lost_without_fallback(p: torch.Tensor, tokens: Sequence[int], q: Distributions, noise: Noise) -> Outcome:
-    """Certain tokens are accepted with p, but a rejected one may come again as the correction."""
-    return correcting(lambda p, i, _, noise: noise.draw(i, Purpose.RESIDUAL, p[i]))(
-        p, tokens, [None] * len(tokens), noise
+def bonus_from_the_last_draft_row(rows: Rows, draft: Draft, base_length: int, noise: Noise) -> Outcome:
+    count = len(draft.token_ids)
+    return verify_token(
+        TableRows([rows.probabilities(min(i, count - 1)) for i in range(count + 1)]), draft, noise
     )
 
 
-#: Biased by more than rounding.
-BIASED: dict[str, Implementation] = {
-    "quantised after the draw": Implementation(law.chain(coarse_after_the_draw)),
-    "truncated after the draw": Implementation(law.chain(top_after_the_draw), relay=unchecked),
-    "argmax verified with softmax": Implementation(law.chain(argmax_sent_as_drawn)),
-    "one draw for the chain": Implementation(law.chain(one_draw_for_the_chain)),
-    "unlikely token dropped": Implementation(drop_unlikely),
-    "residual is p": Implementation(right, correcting(from_p)),
-    "residual is |p - q|": Implementation(right, correcting(from_the_difference)),
-    "residual of the next row": Implementation(right, correcting(from_the_next_row)),
-    "acceptance uniform draws the residual": Implementation(right, correcting(with_the_acceptance_uniform)),
-    "one-hot without its residual": Implementation(right, lost_without_fallback),
-    "ratio inverted": Implementation(right, accepts=accepts_inverted),
-    "one uniform for all positions": Implementation(right, one_uniform),
-    "bonus from the row before": Implementation(right, bonus_from_the_last_draft_row),
-    "rows shifted": Implementation(right, every_row_one_late),
-}
-#: Biased by 2**-53, but it emits what the target never does.
-NOT_STRICT = Implementation(right, accepts=accepts_at_most)
+def every_row_one_late(rows: Rows, draft: Draft, base_length: int, noise: Noise) -> Outcome:
+    count = len(draft.token_ids)
+    return verify_token(
+        TableRows([rows.probabilities(min(i + 1, count)) for i in range(count + 1)]), draft, noise
+    )
+
+
+def lost_without_fallback(rows: Rows, draft: Draft, base_length: int, noise: Noise) -> Outcome:
+    """Certain tokens are accepted with p, but a rejected one may come again as the correction."""
+    return correcting(from_p)(rows, Draft.certain(draft.token_ids), base_length, noise)
+
+
+# Block rules.
+
+
+def block(
+    *, early_stop: bool = False, ordinary_residual: bool = False, ordinary_test: bool = False
+) -> Decide:
+    """The block rule with one mistake."""
+
+    def decide(rows: Rows, draft: Draft, base_length: int, noise: Noise) -> Outcome:
+        count = len(draft.token_ids)
+        scale, tau, scale_of_tau = 1.0, 0, 1.0
+        for i, token in enumerate(draft.token_ids, start=1):
+            q = draft.distributions[i - 1]
+            assert q is not None
+            ratio = float(rows.probabilities(i - 1)[token]) / q.probability(token)
+            scale = min(1.0, scale * ratio)
+            numerator, denominator = scale, 1.0
+            if i < count and not ordinary_test:
+                following = draft.distributions[i]
+                assert following is not None
+                numerator = float(positive_part(scale * rows.probabilities(i), following).sum())
+                denominator = numerator + 1 - scale
+            if noise.accepts(i - 1, numerator, denominator):
+                tau, scale_of_tau = i, scale
+            elif early_stop:
+                break
+        if tau == count:
+            return Outcome.of_chain(count, tau, noise.draw(tau, Purpose.NEXT, rows.probabilities(tau)))
+        q = draft.distributions[tau]
+        assert q is not None
+        rest = residual(rows.probabilities(tau) * (1 if ordinary_residual else scale_of_tau), q)
+        return Outcome.of_chain(count, tau, noise.draw(tau, Purpose.RESIDUAL, rest))
+
+    return decide
+
+
+# Rows that aren't those of their positions.
+
+
+def frozen_history(p: Model, prefix: Prefix, paths: tuple[Prefix, ...]) -> Rows:
+    """Penalties and limits as they are before the block, on all of its rows."""
+    assert isinstance(p, ProcessedModel)
+    return ProcessedRows(p.logits(prefix, paths), p.drawing, p.prompt + prefix, [()] * len(paths))
+
+
+def bonus_unprocessed(p: Model, prefix: Prefix, paths: tuple[Prefix, ...]) -> Rows:
+    assert isinstance(p, ProcessedModel)
+    rows = p(prefix, paths)
+    bonus = torch.softmax(p.logits(prefix, paths)[-1].double(), dim=0)
+    return TableRows([*(rows.probabilities(row) for row in range(len(paths) - 1)), bonus])
+
+
+def only_the_bonus_processed(p: Model, prefix: Prefix, paths: tuple[Prefix, ...]) -> Rows:
+    assert isinstance(p, ProcessedModel)
+    raw = torch.softmax(p.logits(prefix, paths).double(), dim=1)
+    return TableRows([*raw[:-1], p(prefix, paths).probabilities(len(paths) - 1)])
+
+
+# Trees.
+
+
+def sibling_removed(
+    noise: RoundNoise, nodes: Sequence[int], q: Rows
+) -> tuple[list[int], SparseDistribution | None]:
+    """Reranking: of two drawn children, keep the more probable one."""
+    tokens, sent = drafting.drawn_children(3)(noise, [nodes[0], 100 + nodes[0]], q)
+    assert sent is not None
+    return [max(tokens, key=sent.probability)], sent
+
+
+def top_sent_as_drawn(
+    noise: RoundNoise, nodes: Sequence[int], q: Rows
+) -> tuple[list[int], SparseDistribution]:
+    """The most probable children, sent with q as if they had been drawn from it."""
+    sent = top(q.probabilities(0), 3)
+    return sent.ids[: len(nodes)].tolist(), sent
+
+
+def drawn_with_replacement(
+    noise: RoundNoise, nodes: Sequence[int], q: Rows
+) -> tuple[list[int], SparseDistribution]:
+    """Children drawn independently, and those that are equal are merged."""
+    sent = top(q.probabilities(0), 3)
+    return list(dict.fromkeys(noise.draft_token(node, sent) for node in nodes)), sent
+
+
+def recursive(
+    *, renormalised: bool = True, p_updated: bool = True, q_updated: bool = True, by_probability: bool = False
+) -> Decide:
+    """Recursive rejection with one mistake."""
+
+    def decide(rows: Rows, draft: Draft, base_length: int, noise: Noise) -> Outcome:
+        children = draft.children
+
+        def choose(row: int, _: int) -> int:
+            p, sent = rows.probabilities(row), draft.distributions[row]
+            if sent is None:
+                return noise.draw(row, Purpose.NEXT, p)
+            tried = [(node, draft.token_ids[node]) for node in children[row]]
+            if by_probability:
+                tried.sort(key=lambda child: -sent.probability(child[1]))
+            q = dense = torch.zeros_like(p)
+            dense[torch.from_numpy(sent.ids.astype(np.int64))] = torch.from_numpy(sent.probabilities)
+            for node, token in tried:
+                if noise.accepts(node, float(p[token]), float(q[token])):
+                    return token
+                if p_updated:
+                    rest = (p - q).clamp(min=0)
+                    p = rest / rest.sum() if rest.sum() > 0 else p
+                if q_updated:
+                    q = q.clone()
+                    q[token] = 0
+                    q = q / q.sum() if renormalised and q.sum() > 0 else q
+            return noise.draw(row, Purpose.RESIDUAL, p)
+
+        return walk(draft, choose)
+
+    return decide
+
+
+def siblings_tried_independently(rows: Rows, draft: Draft, base_length: int, noise: Noise) -> Outcome:
+    """Certain children accepted with p(c) each, as if those before hadn't been refused."""
+    children = draft.children
+
+    def choose(row: int, _: int) -> int:
+        p = rows.probabilities(row)
+        for node in children[row]:
+            if noise.accepts(node, float(p[draft.token_ids[node]]), 1.0):
+                return draft.token_ids[node]
+        rest = p.clone()
+        rest[[draft.token_ids[node] for node in children[row]]] = 0
+        return noise.draw(row, Purpose.RESIDUAL, rest if rest.sum() > 0 else p)
+
+    return walk(draft, choose)
+
+
+# Shared noise: what is emitted depends on the draft.
+
+
+def race_by_round(rows: Rows, draft: Draft, base_length: int, noise: Noise) -> Outcome:
+    """The position within the round instead of the absolute one, so that each round races anew."""
+    return walk(draft, lambda row, depth: noise.race(depth, rows.probabilities(row)))
+
+
+def race_by_node(rows: Rows, draft: Draft, base_length: int, noise: Noise) -> Outcome:
+    """The row instead of the depth: the same for chains only."""
+    return walk(draft, lambda row, _: noise.race(base_length + row, rows.probabilities(row)))
+
+
+def race_then_correct(rows: Rows, draft: Draft, base_length: int, noise: Noise) -> Outcome:
+    """Shared noise for the draft alone: the target verifies the raced tokens as certain ones."""
+    return verify_token(rows, draft, noise)
+
+
+def race_of_float32(words: np.ndarray, weights: np.ndarray) -> int:
+    """Uniforms with 24 bits."""
+    u = ((words >> np.uint64(40)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-24)
+    return int(np.argmin(-np.log(u.astype(np.float64)) / weights))
