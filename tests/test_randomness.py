@@ -10,24 +10,26 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from splitspec.sampling.randomness import CounterNoise, Purpose, accepts, below, invert, raw64, uniform, unit
+from splitspec.sampling.randomness import (
+    CounterNoise,
+    Purpose,
+    accepts,
+    below,
+    invert,
+    race,
+    raw64,
+    shared_words,
+    uniform,
+    unit,
+)
+from tests.philox import philox_4x64_10
 
 LARGEST_UNIFORM = 1 - 2.0**-53
 
 
-def philox_4x64_10(counter: list[int], key: list[int]) -> list[int]:
-    """One block, from the definition in the paper that randomness.py names."""
-    for _ in range(10):
-        high0, low0 = divmod(0xD2E7470EE14C6C93 * counter[0], 2**64)
-        high1, low1 = divmod(0xCA5A826395121157 * counter[2], 2**64)
-        counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0]
-        key = [(key[0] + 0x9E3779B97F4A7C15) % 2**64, (key[1] + 0xBB67AE8584CAA73B) % 2**64]
-    return counter
-
-
 def test_the_definition_gives_the_published_block() -> None:
     """Known answer for a counter and a key of 0, from Random123's kat_vectors."""
-    assert philox_4x64_10([0] * 4, [0] * 2) == [
+    assert [int(word[0]) for word in philox_4x64_10([0] * 4, [0] * 2)] == [
         0x16554D9ECA36314C,
         0xDB20FE9D672D0FDC,
         0xD7E772CEE186176B,
@@ -43,14 +45,14 @@ def test_raw_integers_are_the_documented_philox_block(
     seed: int, round_number: int, index: int, purpose: Purpose
 ) -> None:
     block = philox_4x64_10([1, 0, index, round_number], [seed, purpose])
-    assert raw64(seed, round_number, index, purpose) == block[0]
+    assert raw64(seed, round_number, index, purpose) == block[0][0]
 
 
 def test_raw_integers_stay_what_they_are() -> None:
     """A contract between processes and versions: a resumed request must draw the same tokens."""
     assert raw64(0, 1, 0, Purpose.DRAFT) == 0x22D607C8D31A9786
     assert raw64(2**64 - 1, 42, 3, Purpose.RESIDUAL) == 0x476DFF712934C597
-    assert [int(purpose) for purpose in Purpose] == [1, 2, 3, 4]
+    assert [int(purpose) for purpose in Purpose] == [1, 2, 3, 4, 5]
 
 
 def test_randomness_neither_reads_nor_moves_global_generators() -> None:
@@ -140,3 +142,86 @@ def test_invert_leaves_zeros_out_where_a_parallel_sum_isnt_monotone(monkeypatch:
 def test_invert_refuses_weights_without_mass(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="expected more than 0"):
         invert(0.5, torch.tensor(weights, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("seed", [0, 2**64 - 1])
+@pytest.mark.parametrize("position", [0, 1, 2**40])
+def test_shared_words_are_the_documented_philox_blocks(seed: int, position: int) -> None:
+    blocks = philox_4x64_10([np.arange(1, 26), 0, position, 0], [seed, Purpose.SHARED])
+    for count in (1, 4, 5, 99):
+        expected = np.stack(blocks, axis=1).ravel()[:count]
+        assert np.array_equal(shared_words(seed, position, count), expected)
+
+
+def test_shared_words_stay_what_they_are() -> None:
+    """A contract between processes and versions: a seed stands for its text."""
+    assert shared_words(0, 0, 2).tolist() == [0x966BD67D71CF81D7, 0x8FC628DFE98B40BA]
+    assert int(shared_words(2**64 - 1, 1000, 49152)[-1]) == 0x872C11D4B52EAB37
+
+
+def plain_race(words: np.ndarray, weights: np.ndarray) -> int:
+    """The definition, a logarithm for each token."""
+    largest = weights.max()
+    arrivals = {
+        token: -math.log(((int(word) >> 12) + 0.5) / 2**52) / (weight / largest)
+        for token, (word, weight) in enumerate(zip(words, weights.tolist(), strict=True))
+        if weight > 0
+    }
+    return min(arrivals, key=lambda token: (arrivals[token], token))
+
+
+WORDS = st.one_of(
+    st.sampled_from([0, 2**12 - 1, 2**12, 2**63, 2**64 - 2**12, 2**64 - 1]), st.integers(0, 2**64 - 1)
+)
+
+
+@given(st.lists(st.tuples(WORDS, st.one_of(st.just(0.0), st.floats(1e-300, 1e3))), min_size=1, max_size=40))
+@example([(2**64 - 1, 0.0), (0, 5e-324), (2**64 - 1, 0.0)])
+@example([(2**63, 0.5), (2**63, 0.5)])
+@example([(2**64 - 1, 1e-300), (0, 1.0)])
+def test_the_race_equals_its_plain_definition(tokens: list[tuple[int, float]]) -> None:
+    words = np.array([word for word, _ in tokens], np.uint64)
+    weights = np.array([weight for _, weight in tokens])
+    if weights.any():
+        assert race(words, weights) == plain_race(words, weights)
+
+
+@pytest.mark.parametrize("support", [1, 64, 49152])
+def test_the_race_equals_its_plain_definition_on_a_whole_vocabulary(support: int) -> None:
+    generator = np.random.default_rng(support)
+    for position in range(10):
+        weights = np.zeros(49152)
+        ids = generator.choice(49152, support, replace=False)
+        weights[ids] = np.exp(generator.normal(scale=3, size=support))
+        expected = plain_race(shared_words(7, position, 49152), weights)
+        assert CounterNoise(7, 1).race(position, torch.from_numpy(weights)) == expected
+
+
+def test_the_race_depends_on_seed_and_position_alone() -> None:
+    weights = torch.ones(50, dtype=torch.float64)
+    winners = {
+        (seed, position): {CounterNoise(seed, number).race(position, weights) for number in (1, 2, 900)}
+        for seed in range(10)
+        for position in range(10)
+    }
+    assert all(len(found) == 1 for found in winners.values())
+    assert len(set.union(*winners.values())) > 30
+
+
+def test_processing_never_shifts_the_noise() -> None:
+    """A token keeps its noise when others are left out, or the vocabulary is padded."""
+    generator = np.random.default_rng(11)
+    for position in range(300):
+        weights = torch.from_numpy(generator.gamma(0.5, size=30))
+        winner = CounterNoise(3, 1).race(position, weights)
+        fewer = torch.where(torch.from_numpy(generator.random(30) < 0.5), weights, 0.0)
+        fewer[winner] = weights[winner]
+        assert CounterNoise(3, 1).race(position, fewer) == winner
+        assert CounterNoise(3, 1).race(position, torch.cat([weights, torch.zeros(9)])) == winner
+        assert CounterNoise(3, 1).race(position, weights * 65535) == winner
+
+
+@pytest.mark.parametrize("weights", [[0.0], [0.0, 0.0], [math.nan, 1.0]])
+def test_the_race_refuses_weights_without_mass(weights: list[float]) -> None:
+    with pytest.raises(ValueError, match="expected more than 0"):
+        CounterNoise(0, 1).race(0, torch.tensor(weights, dtype=torch.float64))
