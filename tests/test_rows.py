@@ -276,10 +276,12 @@ def test_a_table_without_any_of_the_ids_that_may_come_leaves_none_out() -> None:
     assert rows.probabilities(0).tolist() == [0.5, 0.5]
 
 
+@pytest.mark.parametrize("temperature", [1.0, 1e308])
 @pytest.mark.parametrize("penalty", [5e-324, 1e-300, 1e300, 1e308])
-def test_penalties_that_overflow_leave_an_order(penalty: float) -> None:
-    """All tokens were there before: one logit overflows, the other vanishes."""
-    rows = rows_of([[5.0, -5.0, 0.0, -math.inf]], Sampling(repetition_penalty=penalty), tokens=[0, 1, 2, 3])
+def test_penalties_that_overflow_leave_an_order(penalty: float, temperature: float) -> None:
+    """All tokens were there before: one logit overflows, the other vanishes. Ruled out stays ruled out."""
+    sampling = Sampling(temperature=temperature, repetition_penalty=penalty)
+    rows = rows_of([[5.0, -5.0, 0.0, -math.inf]], sampling, tokens=[0, 1, 2, 3])
     probabilities = rows.probabilities(0)
     assert float(probabilities.sum()) == pytest.approx(1, abs=1e-12)
     assert probabilities[3] == 0
@@ -344,9 +346,10 @@ class TestLogprobs:
             found, p = rows.logprobs(row, token), rows.probabilities(row)
             raw = torch.log_softmax(case.logits[row].double(), dim=0)
             assert found.raw == float(raw[token])
-            assert found.processed == (float(p[token].log()))
-            for top, logs in ((found.top_raw, raw), (found.top_processed, p.log())):
-                best = sorted((-float(log), token) for token, log in enumerate(logs) if log > -math.inf)
+            processed = [math.log(value) if value else -math.inf for value in p.tolist()]
+            assert found.processed == processed[token]
+            for top, logs in ((found.top_raw, raw.tolist()), (found.top_processed, processed)):
+                best = sorted((-log, token) for token, log in enumerate(logs) if log > -math.inf)
                 assert top == tuple((token, -negative) for negative, token in best[:count])
 
     def test_over_the_wire(self) -> None:

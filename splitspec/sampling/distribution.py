@@ -27,17 +27,11 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         one_hot = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
         one_hot[argmax(logits)] = 1
         return one_hot
-    # Largest 0 before the division, so that no temperature, however small, divides to infinity.
-    scores = (logits.double() - logits.amax()).div_(sampling.temperature)
-    weights = torch.exp(scores)
-    if 0 < sampling.top_k < len(scores):
-        _leave_at_least(float(torch.topk(weights, sampling.top_k).values[-1]), weights)
-    if sampling.top_p < 1:
-        _leave_nucleus(weights, scores, sampling.top_p)
-    if sampling.min_p > 0:
-        # The largest weight is 1.
-        _leave_at_least(sampling.min_p, weights)
-    return weights.mul_(1 / weights.sum())
+    if 0 < sampling.top_k < len(logits):
+        kept = torch.nonzero(logits >= torch.topk(logits, sampling.top_k).values[-1]).flatten()
+        none = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
+        return none.index_copy_(0, kept, _normalised(logits[kept], sampling))
+    return _normalised(logits, sampling)
 
 
 def argmax(logits: torch.Tensor) -> int:
@@ -45,9 +39,17 @@ def argmax(logits: torch.Tensor) -> int:
     return int(torch.argmax(logits))
 
 
-def _leave_at_least(smallest: float, weights: torch.Tensor) -> None:
-    """Set to 0 all weights ([n] float64, at least 0) below `smallest`."""
-    functional.threshold(weights, math.nextafter(smallest, 0), 0, inplace=True)
+def _normalised(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """[n] float64 of the [n] logits that top-k leaves: temperature, top-p, min-p."""
+    # Largest 0 before the division, so that no temperature, however small, divides to infinity.
+    scores = (logits.double() - logits.amax()).div_(sampling.temperature)
+    weights = torch.exp(scores)
+    if sampling.top_p < 1:
+        _leave_nucleus(weights, scores, sampling.top_p)
+    if sampling.min_p > 0:
+        # The largest weight is 1. What equals the bound stays.
+        functional.threshold(weights, math.nextafter(sampling.min_p, 0), 0, inplace=True)
+    return weights.mul_(1 / weights.sum())
 
 
 def _leave_nucleus(weights: torch.Tensor, scores: torch.Tensor, top_p: float) -> None:
@@ -64,8 +66,7 @@ def _leave_nucleus(weights: torch.Tensor, scores: torch.Tensor, top_p: float) ->
     inside = torch.nonzero(ranges == last).flatten().flip(0)
     falling = torch.sort(weights[inside], descending=True, stable=True)
     reached = falling.values.cpu().cumsum(0) + (reached[last - 1] if last else 0)
-    # Rounding may leave the sum of the last range short of the share.
-    num_kept = min(int(torch.searchsorted(reached, enough)) + 1, len(inside))
+    num_kept = int(torch.searchsorted(reached, enough)) + 1
     kept = falling.values[:num_kept]
     functional.threshold(weights, float(kept[-1]), 0, inplace=True)
     weights[inside[falling.indices[:num_kept]]] = kept

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from splitspec.sampling.distribution import argmax, probabilities
-from splitspec.sampling.logprobs import Logprobs, TopLogprobs
+from splitspec.sampling.logprobs import Logprobs
 from splitspec.types import Drawing, Sampling
 
 #: Penalties may push a logit no further, so that no difference of two of them overflows.
@@ -71,10 +73,14 @@ class ProcessedRows:
 
     def logprobs(self, row: int, token: int) -> Logprobs:
         """Log-probabilities of a token of this row, and of as many others as the request asks for."""
-        raw = torch.log_softmax(self._raw[row].double(), dim=0)
-        processed = torch.log(self.probabilities(row))
+        raw, p = torch.log_softmax(self._raw[row].double(), dim=0), self.probabilities(row)
         count = self._sampling.logprobs or 0
-        return Logprobs(float(raw[token]), float(processed[token]), _top(raw, count), _top(processed, count))
+        return Logprobs(
+            raw=float(raw[token]),
+            processed=_log(float(p[token])),
+            top_raw=tuple(_largest(raw, count, above=-math.inf)),
+            top_processed=tuple((other, _log(q)) for other, q in _largest(p, count, above=0.0)),
+        )
 
     def _logits(self, row: int) -> torch.Tensor:
         """[vocabulary] logits of a row after all that acts on logits: float64, or the model's own."""
@@ -87,8 +93,8 @@ class ProcessedRows:
         if self._history is not None:
             self._history.penalise(logits, path, self._sampling)
         if left_out is not None:
-            logits.masked_fill_(left_out, -torch.inf)
-            if logits.amax() == -torch.inf:
+            logits.masked_fill_(left_out, -math.inf)
+            if logits.amax() == -math.inf:
                 logits.masked_fill_(~left_out, 0)
         return logits
 
@@ -128,11 +134,8 @@ class _History:
     def __init__(self, tokens: Sequence[int], start: int, logits: torch.Tensor) -> None:
         """tokens: those committed. start: where the output begins. logits: [rows, vocabulary]."""
         self._like = logits
-        vocabulary_size = logits.shape[1]
-        self._ids = torch.nonzero(
-            torch.bincount(_ids(tokens[:], logits), minlength=vocabulary_size)
-        ).flatten()
-        self._counts = torch.bincount(_ids(tokens[start:], logits), minlength=vocabulary_size)
+        self._ids = torch.nonzero(_counts(tokens[:], logits)).flatten()
+        self._counts = _counts(tokens[start:], logits)
 
     def penalise(self, logits: torch.Tensor, path: Sequence[int], sampling: Sampling) -> None:
         """Change the logits ([vocabulary] float64) of the tokens that are there already, a path's included.
@@ -147,7 +150,7 @@ class _History:
         penalty = sampling.repetition_penalty
         after = torch.where(before < 0, before * penalty, before / penalty).clamp_(-_MAX_LOGIT, _MAX_LOGIT)
         after -= sampling.presence_penalty * count.clamp(max=1) + sampling.frequency_penalty * count
-        logits[ids] = after.masked_fill_(before == -torch.inf, -torch.inf)
+        logits[ids] = after.masked_fill_(before == -math.inf, -math.inf)
 
 
 def _penalises(sampling: Sampling) -> bool:
@@ -158,16 +161,31 @@ def _penalises(sampling: Sampling) -> bool:
 
 def _ids(tokens: Collection[int], logits: torch.Tensor) -> torch.Tensor:
     """[n] int64: those of the tokens that logits ([rows, vocabulary]) have a place for, in their order."""
-    ids = torch.tensor(list(tokens), dtype=torch.int64)
+    ids = torch.from_numpy(np.fromiter(tokens, dtype=np.int64, count=len(tokens)))
     return ids[ids < logits.shape[1]].to(logits.device)
 
 
-def _top(logprobs: torch.Tensor, count: int) -> TopLogprobs:
-    """The `count` largest of [vocabulary] log-probabilities, ties by id, without those of probability 0."""
+def _counts(tokens: Collection[int], logits: torch.Tensor) -> torch.Tensor:
+    """[vocabulary] int64: how many of the tokens are each id of logits ([rows, vocabulary])."""
+    return torch.bincount(_ids(tokens, logits), minlength=logits.shape[1])
+
+
+def _largest(values: torch.Tensor, count: int, *, above: float) -> list[tuple[int, float]]:
+    """Ids and values of the `count` largest of [vocabulary] values, of those above a bound; ties by id.
+
+    Which of tied values `topk` finds isn't said, so it is asked for more until the last of them isn't tied.
+    """
     if count == 0:
-        return ()
-    smallest = torch.topk(logprobs, min(count, len(logprobs))).values[-1]
-    ids = torch.nonzero(logprobs >= smallest.clamp(min=torch.finfo(logprobs.dtype).min)).flatten()
-    falling = torch.sort(logprobs[ids], descending=True, stable=True)
-    ids = ids[falling.indices]
-    return tuple(zip(ids[:count].tolist(), falling.values[:count].tolist(), strict=True))
+        return []
+    size = count + 1
+    while True:
+        found, ids = (part.tolist() for part in torch.topk(values, min(size, len(values))))
+        if size >= len(values) or found[-1] <= above or found[-1] < found[count - 1]:
+            break
+        size *= 16
+    falling = sorted((-value, token) for value, token in zip(found, ids, strict=True) if value > above)
+    return [(token, -negative) for negative, token in falling[:count]]
+
+
+def _log(probability: float) -> float:
+    return math.log(probability) if probability else -math.inf
