@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from splitspec.sampling.distribution import argmax, probabilities
 from splitspec.types import Sampling
+from tests.processors import warped
 
 VOCABULARY_SIZE = 49152
 
@@ -41,20 +41,6 @@ def random_sampling(g: np.random.Generator, vocabulary_size: int) -> Sampling:
     )
 
 
-def by_transformers(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """[vocabulary] of [vocabulary]: the warpers that `generate` takes, in its order, in float64."""
-    scores = logits.double()[None]
-    ids = torch.zeros((1, 1), dtype=torch.long)
-    scores = TemperatureLogitsWarper(sampling.temperature)(ids, scores)
-    if sampling.top_k:
-        scores = TopKLogitsWarper(sampling.top_k)(ids, scores)
-    if sampling.top_p < 1:
-        scores = TopPLogitsWarper(sampling.top_p)(ids, scores)
-    if sampling.min_p:
-        scores = MinPLogitsWarper(sampling.min_p)(ids, scores)  # type: ignore[arg-type]
-    return torch.softmax(scores, dim=-1)[0]
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rows_without_ties_equal_those_of_transformers(shape: str, dtype: torch.dtype) -> None:
@@ -64,7 +50,7 @@ def test_rows_without_ties_equal_those_of_transformers(shape: str, dtype: torch.
         values = SHAPES[shape](g, vocabulary_size)
         values[g.integers(vocabulary_size)] = 5.0
         logits, sampling = torch.from_numpy(values).to(dtype), random_sampling(g, vocabulary_size)
-        found, expected = probabilities(logits, sampling), by_transformers(logits, sampling)
+        found, expected = probabilities(logits, sampling), warped(logits, sampling)
         assert found.dtype == torch.float64
         assert torch.equal(found > 0, expected > 0), (logits, sampling)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
@@ -78,7 +64,7 @@ def test_rows_with_ties_equal_those_of_transformers_but_for_which_of_them(shape:
         vocabulary_size = int(g.integers(1, 400))
         logits = torch.from_numpy(TIED[shape](g, vocabulary_size))
         sampling = random_sampling(g, vocabulary_size)
-        found, expected = probabilities(logits, sampling), by_transformers(logits, sampling)
+        found, expected = probabilities(logits, sampling), warped(logits, sampling)
         torch.testing.assert_close(found.sort().values, expected.sort().values, rtol=1e-12, atol=0)
         by_logit = [logits[row > 0].sort().values for row in (found, expected)]
         assert torch.equal(*by_logit), (logits, sampling)

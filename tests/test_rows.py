@@ -12,88 +12,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import (
-    LogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from torch.nn import functional
 
 from protos.v1 import common_pb2
 from splitspec.sampling.logprobs import Logprobs
 from splitspec.sampling.rows import ProcessedRows
 from splitspec.tokens import TokenLog
-from splitspec.types import Drawing, Output, Rule, Sampling
+from splitspec.types import Drawing, Output, Sampling
 from splitspec.wire import Draft
+from tests.drawings import drawing_of
+from tests.processors import processed_logits, warped
 
 SIZE = 24
-
-
-def drawing_of(sampling: Sampling, output: Output) -> Drawing:
-    seeded = dataclasses.replace(sampling, seed=1)
-    return Drawing(seeded, Rule.GREEDY if sampling.greedy else Rule.BLOCK, output)
-
-
-def processors_of(sampling: Sampling, output: Output) -> list[LogitsProcessor]:
-    """What acts on logits, in the order of the library's `_get_logits_processor`."""
-    processors: list[LogitsProcessor] = []
-    if sampling.logit_bias:
-        processors.append(SequenceBiasLogitsProcessor([[[t], b] for t, b in sampling.logit_bias.items()]))
-    if sampling.repetition_penalty != 1:
-        processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-    if output.min_tokens:
-        ending = sorted(output.ending_token_ids)
-        processors.append(MinNewTokensLengthLogitsProcessor(output.start, output.min_tokens, ending))
-    if sampling.allowed_token_ids:
-        allowed = sorted(sampling.allowed_token_ids)
-        processors.append(PrefixConstrainedLogitsProcessor(lambda *_: allowed, 1))
-    if sampling.banned_token_ids:
-        processors.append(SuppressTokensLogitsProcessor(sorted(sampling.banned_token_ids)))
-    return processors
-
-
-def warpers_of(sampling: Sampling) -> list[LogitsProcessor]:
-    warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
-    if sampling.top_k:
-        warpers.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        warpers.append(TopPLogitsWarper(sampling.top_p))
-    if sampling.min_p:
-        warpers.append(MinPLogitsWarper(sampling.min_p))
-    return warpers
-
-
-def penalise(scores: torch.Tensor, tokens: list[int], sampling: Sampling) -> None:
-    """OpenAI's penalties: mu[j] - c[j] * frequency - (c[j] > 0) * presence, c over the output so far."""
-    for token in range(scores.shape[1]):
-        count = tokens.count(token)
-        scores[0, token] -= count * sampling.frequency_penalty + (count > 0) * sampling.presence_penalty
-
-
-def by_transformers(
-    logits: torch.Tensor, tokens: list[int], sampling: Sampling, output: Output
-) -> tuple[torch.Tensor, int]:
-    """The distribution and the argmax of a [vocabulary] row behind `tokens`, in float64."""
-    ids = torch.tensor([tokens])
-    scores = logits.double()[None].clone()
-    for processor in processors_of(sampling, output):
-        scores = processor(ids, scores)
-        if isinstance(processor, RepetitionPenaltyLogitsProcessor):
-            penalise(scores, tokens[output.start :], sampling)
-    if sampling.repetition_penalty == 1:
-        penalise(scores, tokens[output.start :], sampling)
-    best = int(torch.argmax(scores[0]))
-    if sampling.greedy:
-        return torch.eye(len(logits), dtype=torch.float64)[best], best
-    for warper in warpers_of(sampling):
-        scores = warper(ids, scores)
-    return torch.softmax(scores[0], dim=0), best
 
 
 ids = st.integers(0, SIZE - 1)
@@ -149,7 +79,7 @@ class Case:
 
     @property
     def drawing(self) -> Drawing:
-        return drawing_of(self.sampling, self.output)
+        return drawing_of(self.sampling, output=self.output)
 
     @property
     def rows(self) -> ProcessedRows:
@@ -184,7 +114,10 @@ def test_each_row_is_what_transformers_makes_of_it_token_by_token(case: Case) ->
     for row, path in enumerate(case.draft.paths):
         if len(case.left_out(row)) == SIZE:  # such requests are refused
             continue
-        expected, best = by_transformers(case.logits[row], [*case.tokens, *path], case.sampling, case.output)
+        logits = processed_logits(case.logits[row], [*case.tokens, *path], case.sampling, case.output)
+        best = int(torch.argmax(logits))
+        certain = functional.one_hot(torch.tensor(best), SIZE).double()
+        expected = certain if case.sampling.greedy else warped(logits, case.sampling)
         torch.testing.assert_close(rows.probabilities(row), expected, rtol=1e-9, atol=0)
         assert rows.argmax(row) == best
 
@@ -233,7 +166,7 @@ def rows_of(
     output: Output | None = None,
 ) -> ProcessedRows:
     """Rows of a chain behind committed tokens that are all prompt."""
-    drawing = drawing_of(sampling, output or Output(start=len(tokens)))
+    drawing = drawing_of(sampling, output=output or Output(start=len(tokens)))
     return ProcessedRows(torch.tensor(logits), drawing, tokens, Draft.certain(path).paths)
 
 
@@ -294,7 +227,7 @@ def test_the_models_logits_stay_as_they_are() -> None:
     sampling = Sampling(
         top_p=0.5, logit_bias={1: 5.0}, repetition_penalty=2.0, banned_token_ids=frozenset([2]), logprobs=2
     )
-    rows = ProcessedRows(logits, drawing_of(sampling, Output(0)), [1, 3], [(), (4,)])
+    rows = ProcessedRows(logits, drawing_of(sampling), [1, 3], [(), (4,)])
     for row in range(2):
         rows.probabilities(row)
         rows.argmax(row)
