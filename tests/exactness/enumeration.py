@@ -184,24 +184,24 @@ def outcomes(run: Callable[[Streams], T], primitives: Primitives) -> Iterator[tu
         yield result, streams.probability
 
 
-def counts(run: Callable[[Streams], T], words: Callable[[Stream], np.ndarray], size: int) -> dict[T, int]:
-    """How often each result of `run` comes, when `words` gives the raw integers of `size` requests.
+def taken(
+    run: Callable[[Streams], T], words: Callable[[Stream], np.ndarray], size: int
+) -> Iterator[tuple[T, np.ndarray]]:
+    """Each result of `run`, with the requests that come to it when `words` gives their raw integers.
 
-    Exactly what running each request would give, at the cost of one run for each branch that any takes.
-    words: a stream to [size] uint64.
+    Exactly what running each of them would give, at the cost of one run for each branch that any takes.
+    words: a stream to [size] uint64. Requests: [n] integers below size; every one comes in one result.
     """
-    found: dict[T, int] = {}
     pending: list[tuple[tuple[int, ...], np.ndarray]] = [((), np.arange(size))]
     while pending:
         script, requests = pending.pop()
         streams = Streams(script)
         result = run(streams)
         for fork in streams.forks:
-            start, end = fork.within
             drawn = words(fork.stream)[requests]
+            start, end = fork.within
             leaves = (drawn >= np.uint64(start)) & (drawn <= np.uint64(end - 1))
             if leaves.any():
                 pending.append((fork.script, requests[leaves]))
                 requests = requests[~leaves]
-        found[result] = found.get(result, 0) + len(requests)
-    return found
+        yield result, requests

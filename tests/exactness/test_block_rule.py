@@ -40,13 +40,13 @@ def models(seed: int) -> tuple[Model, Model]:
 def test_accepts_at_least_as_many_as_the_token_rule(num_draft_tokens: int) -> None:
     """On every table, as the paper proves, and on many of them more."""
     more = 0
-    for seed in range(40):
+    for seed in range(24):
         token, block = (
             mean_accepted(rule, *models(seed), num_draft_tokens) for rule in (Rule.TOKEN, Rule.BLOCK)
         )
         assert block > token - TOLERANCE
         more += block > token + 1e-6
-    assert more > 20
+    assert more > 12
 
 
 @pytest.mark.parametrize("seed", range(20))

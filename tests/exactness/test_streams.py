@@ -16,6 +16,8 @@ from splitspec.sampling.randomness import CounterNoise, Purpose
 
 MAX_Z = 4.5
 AXES = ("seed", "round", "index", "purpose")
+#: Those of a round. Shared noise has no rounds; its law is in test_sampler.py.
+PURPOSES = (Purpose.DRAFT, Purpose.ACCEPTANCE, Purpose.RESIDUAL, Purpose.NEXT)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,7 @@ def values() -> np.ndarray:
     return np.array(
         [
             [
-                [[noise.below(index, purpose, 2**64) for purpose in Purpose] for index in range(18)]
+                [[noise.below(index, purpose, 2**64) for purpose in PURPOSES] for index in range(18)]
                 for noise in (CounterNoise(seed, round_number) for round_number in range(64))
             ]
             for seed in range(64)
@@ -66,7 +68,7 @@ def statistics(values: np.ndarray) -> dict[str, float]:
         for i in range(min(4, len(moved))):
             found[f"{name} {i}"] = z_of_cells(bits(moved[i], 60, 4), 16)
         found[f"neighbours by {name}"] = z_of_pairs(moved[0::2], moved[1::2])
-    for a, b in itertools.combinations(range(len(Purpose)), 2):
+    for a, b in itertools.combinations(range(len(PURPOSES)), 2):
         found[f"purposes {a} and {b}"] = z_of_pairs(values[..., a], values[..., b])
     for first, second in itertools.combinations(range(3), 2):
         # One more in one coordinate against one more in the other, on disjoint pairs.
