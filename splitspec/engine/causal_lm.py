@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from protos.v1 import common_pb2
+from splitspec.engine import attention
+from splitspec.engine.attention import RaggedPass
+from splitspec.engine.blocks import BlockPool
+from splitspec.engine.feed import Feed, Reservation
 from splitspec.engine.kv import KV
+from splitspec.engine.linear import Slabs, can_pack, has_tile_registers, pack_linears
 from splitspec.engine.loading import (
     fingerprint,
     load_library_model,
@@ -17,23 +23,50 @@ from splitspec.engine.loading import (
     parse_device,
     parse_dtype,
 )
+from splitspec.engine.plan import Span
+from splitspec.engine.probe import Probe, probe
+from splitspec.engine.selftest import rows_are_independent
 from splitspec.vocabulary import Vocabulary
+
+BLOCK_SIZE = 64
 
 
 class CausalLM:
     """Any causal language model of the transformers library whose KV is attention's alone.
 
-    Not thread-safe: one thread runs all passes.
+    deterministic: whether the load's self-test found a row's logits to have the same bits whatever else
+    is in the pass, provided that feeds of more than LONGEST_SHORT_FEED tokens (prompts) are fed in the
+    same pieces. Not thread-safe: one thread runs all passes.
 
     Many heads are padded to a round size beyond the tokenizer's table. Their last logits stand for no
     token and are cut off: the target is the library's model given that a real token comes next. Greedy
     text is the library's as long as no such id is its argmax.
     """
 
-    def __init__(self, model: PreTrainedModel, info: common_pb2.ModelInfo) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        found: Probe,
+        info: common_pb2.ModelInfo,
+        slabs: Slabs,
+        *,
+        kv_memory_bytes: int | None,
+        block_size: int,
+    ) -> None:
         self.info = info
+        self.pool = BlockPool(
+            [found.layers[index] for index in range(len(found.layers))],
+            memory_bytes=_quarter_of_free_memory(model.device)
+            if kv_memory_bytes is None
+            else kv_memory_bytes,
+            block_size=block_size,
+            dtype=model.dtype,
+            device=model.device,
+        )
         self._model = model
-        self._num_layers: int = model.config.get_text_config(decoder=True).num_hidden_layers
+        self._slabs = slabs
+        self._queries_per_key = found.queries_per_key
+        self.deterministic = rows_are_independent(self)
 
     @classmethod
     def load(
@@ -44,12 +77,18 @@ class CausalLM:
         dtype: str,
         device: str,
         keep_layers: Sequence[int] | None = None,
+        kv_memory_bytes: int | None = None,
+        block_size: int = BLOCK_SIZE,
+        deterministic: bool = True,
     ) -> CausalLM:
         """The model in `directory` (config.json, safetensors, tokenizer.json).
 
         name: what the user calls it. dtype: "float32", "bfloat16" or "float16". device: "cpu", "cuda"
         or "cuda:N". keep_layers: indices of the decoder layers to keep, in order; None keeps all.
-        Raises ConfigError that names the wrong setting.
+        kv_memory_bytes: room for the KV of all sessions; None for a quarter of what is free on the device.
+        block_size: tokens that share a block of it. deterministic: False lets a processor with tile
+        registers run large batches in one product, faster in bfloat16, but then a row's last bits depend
+        on what else is in the pass. Raises ConfigError that names the wrong setting.
         """
         element, place = parse_dtype(dtype), parse_device(device)
         vocabulary = Vocabulary.load(directory)
@@ -66,50 +105,83 @@ class CausalLM:
             max_context=max_context(model.config, name),
             eos_token_ids=_eos_token_ids(model),
         )
-        return cls(model, info)
+        found = probe(model, name, info.max_context)
+        slabs = Slabs(needed=deterministic and element != torch.float32 and has_tile_registers())
+        if can_pack(element, place):
+            pack_linears(model, found, slabs)
+        text._attn_implementation = attention.NAME
+        return cls(model, found, info, slabs, kv_memory_bytes=kv_memory_bytes, block_size=block_size)
 
-    def new_kv(self) -> KV:
-        return KV(self._num_layers)
+    def new_kv(self, tenant: str = "", token_ids: Sequence[int] = ()) -> KV:
+        """An empty KV, or one of as much of a text as final blocks of the same tenant's sessions hold."""
+        kv = KV(self.pool, tenant)
+        kv.adopt(token_ids)
+        return kv
+
+    def forward(self, kv: KV, token_ids: Sequence[int], num_rows: int) -> torch.Tensor:
+        """`forward_batch` of a single chain."""
+        return self.forward_batch([Feed(kv, token_ids, num_rows)])[0]
 
     @torch.inference_mode()
-    def forward(self, kv: KV, token_ids: Sequence[int], num_rows: int) -> torch.Tensor:
-        """Feed tokens behind those that `kv` holds; logits of the last `num_rows` of them.
+    def forward_batch(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        """Feed each session's tokens behind those that its KV holds, in one pass.
 
-        Returns [num_rows, vocabulary] float32; row i conditions on all tokens up to its own. num_rows 0
-        only feeds: the head doesn't run. Raises ValueError for no tokens, more rows than tokens, ids
-        outside the vocabulary, or a length beyond the context; the KV is then as before.
+        Returns for each feed [num_rows, vocabulary] float32, the logits of the last num_rows tokens; a row
+        conditions on all tokens up to its own, in a tree on its ancestors. num_rows 0 only feeds. Raises
+        ValueError for a feed that makes no sense (see Feed.check) or a KV fed twice, and OverloadedError
+        when the pool has no room. After any error every KV is as before.
         """
-        self._check(kv, token_ids, num_rows)
-        count = len(token_ids)
-        ids = torch.tensor([token_ids], dtype=torch.long, device=self._model.device)
-        rows = torch.arange(count - num_rows, count, device=self._model.device)
-        logits = self._model(ids, cache=kv.rewound(), use_cache=True, logits_to_keep=rows).logits
-        kv.length += count
-        return logits[0, :, : self.info.vocabulary_size].float()  # type: ignore[no-any-return]
+        if len({id(feed.kv) for feed in feeds}) < len(feeds):
+            raise ValueError("a KV is fed twice in one pass")
+        for feed in feeds:
+            feed.check(self.info.vocabulary_size, self.info.max_context)
+        if not feeds:
+            return []
+        reservation = Reservation(self.pool, feeds)
+        try:
+            logits = self._run(feeds, reservation.tables)
+        except BaseException:
+            reservation.undo()
+            raise
+        reservation.commit()
+        return logits
 
     def truncate(self, kv: KV, length: int) -> None:
         """Keep the first `length` tokens. Raises ValueError when there are fewer."""
-        if not 0 <= length <= kv.length:
-            raise ValueError(f"can't truncate the KV of {kv.length} tokens to {length}")
-        kv.length = length
+        kv.truncate(length)
 
     def kv_bytes(self, kv: KV) -> int:
         """Bytes that the KV occupies."""
         return kv.num_bytes
 
-    def _check(self, kv: KV, token_ids: Sequence[int], num_rows: int) -> None:
-        if not token_ids:
-            raise ValueError("no tokens to feed, expected at least one")
-        if not 0 <= num_rows <= len(token_ids):
-            raise ValueError(f"num_rows is {num_rows}, expected 0 to the {len(token_ids)} tokens fed")
-        if min(token_ids) < 0 or max(token_ids) >= self.info.vocabulary_size:
-            wrong = next(token for token in token_ids if not 0 <= token < self.info.vocabulary_size)
-            raise ValueError(f"token id {wrong} is outside the vocabulary of {self.info.vocabulary_size}")
-        if kv.length + len(token_ids) > self.info.max_context:
-            raise ValueError(
-                f"{len(token_ids)} tokens on top of {kv.length} don't fit the context "
-                f"of {self.info.max_context}"
-            )
+    def _run(self, feeds: Sequence[Feed], tables: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        device = self._model.device
+        spans: list[Span] = []
+        ids: list[int] = []
+        positions: list[int] = []
+        wanted: list[int] = []
+        for feed, table in zip(feeds, tables, strict=True):
+            spans.append(Span.of(feed, len(ids), table))
+            ids.extend(feed.token_ids)
+            positions.extend(feed.kv.length + depth for depth in feed.depths())
+            wanted.extend(range(len(ids) - feed.num_rows, len(ids)))
+        self._slabs.begin([len(feed.token_ids) for feed in feeds])
+        ragged = RaggedPass(self.pool, spans, queries_per_key=self._queries_per_key, dtype=self._model.dtype)
+        output = self._model(
+            torch.tensor([ids], device=device),
+            position_ids=torch.tensor([positions], device=device),
+            use_cache=False,
+            logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=device),
+            ragged=ragged,
+        )
+        logits = output.logits[0, :, : self.info.vocabulary_size].float()
+        return list(logits.split([feed.num_rows for feed in feeds]))
+
+
+def _quarter_of_free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0]) // 4
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 
 
 def _eos_token_ids(model: PreTrainedModel) -> list[int]:

@@ -1,104 +1,123 @@
-"""KV of one session that can be rewound to any length."""
+"""KV of one session: a table of blocks, rewound by setting a length."""
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from collections.abc import Sequence
 
 import torch
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
 
-_GROWTH = 256
-
-
-class RewindableLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """Keys and values of one layer in buffers of [1, heads, capacity, head size], used up to `length`.
-
-    The library's own layers copy everything that they hold with each pass, and those of sliding windows
-    drop what has left the window, so that they can't be rewound past its edge. This one writes in place
-    and drops nothing: the window is the mask's matter, and the library makes the mask for whatever
-    lengths `get_mask_sizes` tells.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.length = 0
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append [1, heads, tokens, head size] of each; all keys and values so far."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        start, self.length = self.length, self.length + key_states.shape[2]
-        self.keys = _appended(self.keys, key_states, start)
-        self.values = _appended(self.values, value_states, start)
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes if self.is_initialized else 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length of the keys that a pass over `query_length` tokens sees, and the position of the first."""
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-def _appended(buffer: torch.Tensor, rows: torch.Tensor, start: int) -> torch.Tensor:
-    """The buffer with `rows` written at `start`: the same one, or a longer copy when it is full."""
-    end = start + rows.shape[2]
-    if end > buffer.shape[2]:
-        capacity = -(-end // _GROWTH) * _GROWTH
-        grown = buffer.new_empty((*buffer.shape[:2], capacity, buffer.shape[3]))
-        grown[:, :, :start] = buffer[:, :, :start]
-        buffer = grown
-    buffer[:, :, start:end] = rows
-    return buffer
+from splitspec.engine.blocks import BlockPool, block_key, tenant_key
 
 
 class KV:
-    """KV of the first `length` tokens of a session; rows behind them are stale and get overwritten."""
+    """Keys and values of a session's tokens, in blocks of a pool that only its table leads to.
 
-    def __init__(self, num_layers: int) -> None:
-        self.length = 0
-        self._layers = [RewindableLayer() for _ in range(num_layers)]
-        self._cache = Cache(layers=[*self._layers])
+    Rows behind `length` are stale and get overwritten. The blocks go back to the pool with `free`, or
+    when nobody refers to the KV any more, from whatever thread.
+    """
+
+    def __init__(self, pool: BlockPool, tenant: str = "") -> None:
+        self.table: list[int] = []
+        self.token_ids: list[int] = []
+        #: Tokens that a path must be chosen from before more can be fed: those of a tree.
+        self.num_tree_tokens = 0
+        self._pool = pool
+        #: Keys of the text up to the start, the end of the first final block, of the second, and so on.
+        self._keys = [tenant_key(tenant)]
+        self._give_back = weakref.finalize(self, pool.give_back, self.table)
+        # The pool doesn't outlive the process.
+        self._give_back.atexit = False
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return len(self.token_ids)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the buffers, including the part that isn't used yet."""
-        return sum(layer.num_bytes for layer in self._layers)
+        """Bytes of the blocks held, shared ones included."""
+        return len(self.table) * self._pool.block_bytes
 
-    def rewound(self) -> Cache:
-        """The library's cache, set to `length` tokens: also after a pass that failed half-way."""
-        for layer in self._layers:
-            layer.length = self.length
-        return self._cache
+    @property
+    def freed(self) -> bool:
+        return not self._give_back.alive
 
+    def free(self) -> None:
+        """Give the blocks back; nothing can be fed any more. A second call does nothing."""
+        self._give_back()
+        self.table.clear()
+        self.token_ids.clear()
+        self.num_tree_tokens = 0
 
-def unrewindable(config: Any) -> list[str]:
-    """Kinds of the library's cache layers for this model that RewindableLayer can't stand in for.
+    def adopt(self, token_ids: Sequence[int]) -> None:
+        """Hold the registered blocks that an empty KV's text starts with."""
+        assert not self.token_ids
+        size = self._pool.block_size
+        for start in range(0, len(token_ids) - size + 1, size):
+            key = block_key(self._keys[-1], token_ids[start : start + size])
+            block = self._pool.find(key)
+            if block is None:
+                return
+            self._pool.hold(block)
+            self.table.append(block)
+            self._keys.append(key)
+            self.token_ids.extend(token_ids[start : start + size])
 
-    Full attention and sliding or chunked windows differ by their mask alone. Recurrent states,
-    convolutions, layers that share KV and sparse indexers hold other state.
-    """
-    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
-    return sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer})
+    def finalise(self, length: int) -> None:
+        """The first `length` tokens are final: let other sessions share their full blocks.
+
+        Raises ValueError when fewer are held.
+        """
+        if not 0 <= length <= self.length - self.num_tree_tokens:
+            raise ValueError(f"can't finalise {length} of {self.length} tokens")
+        size = self._pool.block_size
+        for index in range(len(self._keys) - 1, length // size):
+            key = block_key(self._keys[-1], self.token_ids[index * size : (index + 1) * size])
+            self._pool.register(self.table[index], key)
+            self._keys.append(key)
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens. Raises ValueError when there are fewer, or for part of a tree."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"can't truncate the KV of {self.length} tokens to {length}")
+        if self.length - self.num_tree_tokens < length < self.length:
+            raise ValueError(f"can't truncate to {length}, in the middle of a tree: choose a path of it")
+        if length < self.length:
+            self.num_tree_tokens = 0
+        del self.token_ids[length:]
+        size = self._pool.block_size
+        del self._keys[length // size + 1 :]
+        self._release_after(-(-length // size))
+
+    def keep_path(self, base: int, nodes: Sequence[int]) -> None:
+        """Of a tree fed on `base` tokens keep the root, which was fed with it, and the nodes of one path.
+
+        nodes: indices of draft tokens, from the root's child on. Raises ValueError for anything but a
+        tree's base and ascending nodes of it.
+        """
+        first = base + 1
+        if not self.num_tree_tokens or self.length - self.num_tree_tokens != first:
+            raise ValueError(f"no tree was fed on {base} tokens")
+        if list(nodes) != sorted(set(nodes)) or any(not 0 <= n < self.num_tree_tokens for n in nodes):
+            raise ValueError(f"nodes are {list(nodes)}, expected a path of {self.num_tree_tokens} nodes")
+        kept = [self.token_ids[first + node] for node in nodes]
+        if list(nodes) != list(range(len(nodes))):
+            self._pool.copy_rows(
+                self.slots([first + node for node in nodes]), self.slots(range(first, first + len(nodes)))
+            )
+        self.num_tree_tokens = 0
+        self.token_ids[first:] = kept
+        self._release_after(-(-self.length // self._pool.block_size))
+
+    def slots(self, rows: Sequence[int]) -> torch.Tensor:
+        """[2, rows]: block and row in it of some tokens."""
+        size = self._pool.block_size
+        return torch.tensor(
+            [[self.table[row // size] for row in rows], [row % size for row in rows]],
+            device=self._pool.layers[0].device,
+        )
+
+    def _release_after(self, count: int) -> None:
+        self._pool.release(self.table[count:])
+        del self.table[count:]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging as library_logging
 
-from splitspec.engine.kv import unrewindable
 from splitspec.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -62,9 +62,9 @@ def load_library_model(
     """
     library_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     config = _config(directory, name)
-    if config.is_encoder_decoder or (kinds := unrewindable(config)):
+    if config.is_encoder_decoder or (kinds := _unrewindable(config)):
         what = "an encoder" if config.is_encoder_decoder else ", ".join(kinds)
-        raise _wrong(name, f"a model whose KV can be rewound ({config.model_type} has {what})")
+        raise wrong_model(name, f"a model whose KV can be rewound ({config.model_type} has {what})")
     model: Any
     report: dict[str, Any]
     # The library raises all sorts of errors for broken weights; each means that this model can't be used.
@@ -78,24 +78,36 @@ def load_library_model(
             output_loading_info=True,
         )  # type: ignore[misc]
     except Exception as error:
-        raise _wrong(name, "a causal language model with safetensors weights", error) from error
+        raise wrong_model(name, "a causal language model with safetensors weights", error) from error
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
-        raise _wrong(name, f"weights for every parameter ({len(missing)} are missing, such as {missing[0]})")
+        raise wrong_model(
+            name, f"weights for every parameter ({len(missing)} are missing, such as {missing[0]})"
+        )
     accepted = inspect.signature(model.forward).parameters
     if model._is_stateful or not {"cache", "logits_to_keep"} <= accepted.keys():
-        raise _wrong(name, f"a model with a KV cache of its own ({config.model_type} has none)")
+        raise wrong_model(name, f"a model with a KV cache of its own ({config.model_type} has none)")
     if keep_layers is not None:
         _keep_layers(model, name, keep_layers)
     loaded: PreTrainedModel = model.to(device).eval()
     return loaded
 
 
+def _unrewindable(config: Any) -> list[str]:
+    """Kinds of the library's cache layers for this model that the paged pool can't stand in for.
+
+    Full attention and sliding or chunked windows differ by their mask alone. Recurrent states,
+    convolutions, layers that share KV and sparse indexers hold other state.
+    """
+    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
+    return sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer})
+
+
 def _config(directory: Path, name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise _wrong(name, "a model with a readable config.json", error) from error
+        raise wrong_model(name, "a model with a readable config.json", error) from error
 
 
 def _keep_layers(model: PreTrainedModel, name: str, keep_layers: Sequence[int]) -> None:
@@ -103,10 +115,10 @@ def _keep_layers(model: PreTrainedModel, name: str, keep_layers: Sequence[int]) 
     config = model.config.get_text_config(decoder=True)
     count = config.num_hidden_layers
     if not keep_layers or not all(0 <= index < count for index in keep_layers):
-        raise _wrong(name, f"to have the layers {list(keep_layers)} (it has {count}, counted from 0)")
+        raise wrong_model(name, f"to have the layers {list(keep_layers)} (it has {count}, counted from 0)")
     layers = next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count), None)
     if layers is None:
-        raise _wrong(name, f"a model with one list of its {count} layers, so that some can be left out")
+        raise wrong_model(name, f"a model with one list of its {count} layers, so that some can be left out")
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[index] for index in keep_layers]
     config.num_hidden_layers = len(keep_layers)
@@ -128,7 +140,7 @@ def max_context(config: Any, name: str) -> int:
     text = config.get_text_config(decoder=True)
     longest = getattr(text, "max_position_embeddings", None)
     if not isinstance(longest, int) or longest < 1:
-        raise _wrong(name, "max_position_embeddings in its config.json")
+        raise wrong_model(name, "max_position_embeddings in its config.json")
     rope = getattr(text, "rope_parameters", None) or {}
     for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
         if parameters.get("rope_type") == "longrope":
@@ -161,6 +173,7 @@ def fingerprint(
     return digest.hexdigest()
 
 
-def _wrong(name: str, expected: str, error: Exception | None = None) -> ConfigError:
+def wrong_model(name: str, expected: str, error: Exception | None = None) -> ConfigError:
+    """What every model gets that can't be used."""
     reason = f": {' '.join(str(error).split())[:300]}" if error else ""
     return ConfigError(f"model is {name!r}, expected {expected}{reason}", field="model")

@@ -17,15 +17,11 @@ from transformers import (
     T5Config,
 )
 
-from splitspec.engine.causal_lm import CausalLM
 from splitspec.errors import ConfigError
 from tests.engine import tiny
+from tests.engine.tiny import load
 
 LENGTH = 24
-
-
-def load(directory: Path, **kwargs: Any) -> CausalLM:
-    return CausalLM.load(directory, name="tiny", **({"dtype": "float32", "device": "cpu"} | kwargs))
 
 
 @pytest.fixture(scope="module", params=sorted(tiny.CONFIGS))

@@ -18,9 +18,12 @@ from transformers import (
     Qwen2Config,
 )
 
+from splitspec.engine.causal_lm import CausalLM
+
 VOCABULARY = 97
 CONTEXT = 64
 WINDOW = 5
+BLOCK_SIZE = 4
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -66,6 +69,12 @@ def checkpoint(
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory
+
+
+def load(directory: Path, **kwargs: Any) -> CausalLM:
+    """The model with small blocks, so that a short text spans many."""
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "block_size": BLOCK_SIZE} | kwargs
+    return CausalLM.load(directory, name="tiny", **settings)
 
 
 def text(length: int, seed: int = 0) -> list[int]:

@@ -1,0 +1,191 @@
+"""The pool of KV blocks: who holds which, which are shared, which may be evicted."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from splitspec.errors import ConfigError, OverloadedError
+
+_RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps for a token: a key and a value for each of its KV heads."""
+
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+
+    @property
+    def elements_per_token(self) -> int:
+        return self.num_kv_heads * (self.key_size + self.value_size)
+
+
+class BlockPool:
+    """Blocks of `block_size` tokens, counted by reference and addressed by id alone.
+
+    A full block whose tokens are final can be registered under the hash of all tokens up to its end. It
+    then stays, also without holders, until its room is needed: least recently used first. A block that
+    is registered or has several holders is shared, and is never written.
+
+    Not thread-safe, except `give_back`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        *,
+        memory_bytes: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        elements = sum(layer.elements_per_token for layer in layers)
+        self.shapes = tuple(layers)
+        self.block_size = block_size
+        self.block_bytes = elements * block_size * dtype.itemsize
+        self.num_blocks = memory_bytes // self.block_bytes
+        if self.num_blocks < 1:
+            raise ConfigError(
+                f"kv_memory_bytes is {memory_bytes}, expected at least the {self.block_bytes} of one block",
+                field="kv_memory_bytes",
+            )
+        #: For each layer [blocks, KV heads, tokens, key and value]: what one gather brings is what one
+        #: product over a block takes. Not touched before a block is handed out, so it costs no memory yet.
+        self.layers = [
+            torch.empty(
+                self.num_blocks,
+                layer.num_kv_heads,
+                block_size,
+                layer.key_size + layer.value_size,
+                dtype=dtype,
+                device=device,
+            )
+            for layer in layers
+        ]
+        self._device = device
+        #: Blocks from here on have never been handed out.
+        self._untouched = 0
+        self._unused: list[int] = []
+        self._holders: Counter[int] = Counter()
+        self._key_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._returned: deque[list[int]] = deque()
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that some KV holds."""
+        self._collect()
+        return len(self._holders)
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks that several KVs hold."""
+        self._collect()
+        return sum(count > 1 for count in self._holders.values())
+
+    @property
+    def num_cached(self) -> int:
+        """Registered blocks that no KV holds."""
+        self._collect()
+        return len(self._evictable)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without content; those that could be evicted aren't counted."""
+        self._collect()
+        return len(self._unused) + self.num_blocks - self._untouched
+
+    def allocate(self, count: int) -> list[int]:
+        """Blocks of zeros with one holder each. Raises OverloadedError, with nothing changed."""
+        room = self.num_free + len(self._evictable)
+        if count > room:
+            raise OverloadedError(
+                f"{count} blocks of KV are needed, but {room} of {self.num_blocks} are free or evictable; "
+                "try again when other sessions have ended",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        blocks = [self._take() for _ in range(count)]
+        self._holders.update(blocks)
+        if blocks:
+            # Rows that were never written are masked, but 0 times a stale infinity isn't 0.
+            index = torch.tensor(blocks, device=self._device)
+            for layer in self.layers:
+                layer.index_fill_(0, index, 0)
+        return blocks
+
+    def _take(self) -> int:
+        """A block without holders: an unused one, else the least recently used that is registered."""
+        if self._unused:
+            return self._unused.pop()
+        if self._untouched < self.num_blocks:
+            self._untouched += 1
+            return self._untouched - 1
+        block, _ = self._evictable.popitem(last=False)
+        del self._block_of[self._key_of.pop(block)]
+        return block
+
+    def hold(self, block: int) -> None:
+        """One more holder of a block that is held or registered."""
+        self._evictable.pop(block, None)
+        self._holders[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One holder less of each. The last of a text are let go first, so that they are evicted first."""
+        for block in reversed(list(blocks)):
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                del self._holders[block]
+                if block in self._key_of:
+                    self._evictable[block] = None
+                else:
+                    self._unused.append(block)
+
+    def give_back(self, blocks: list[int]) -> None:
+        """Release from any thread: it takes effect with the next look at the pool."""
+        self._returned.append(list(blocks))
+
+    def shared(self, block: int) -> bool:
+        """Whether a write into the block would change what others hold or may find."""
+        return block in self._key_of or self._holders[block] > 1
+
+    def register(self, block: int, key: bytes) -> None:
+        """Let others find a full block. Of two with the same content the first stays the one to find."""
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def find(self, key: bytes) -> int | None:
+        """The block registered under a key."""
+        self._collect()
+        return self._block_of.get(key)
+
+    def copy_rows(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy keys and values of single tokens; [2, tokens] of (block, row in block) each."""
+        for layer in self.layers:
+            layer[target[0], :, target[1]] = layer[source[0], :, source[1]]
+
+    def copy_block(self, source: int, target: int) -> None:
+        for layer in self.layers:
+            layer[target] = layer[source]
+
+    def _collect(self) -> None:
+        while self._returned:
+            self.release(self._returned.popleft())
+
+
+def block_key(previous: bytes, token_ids: Sequence[int]) -> bytes:
+    """Hash of a text up to the end of a block, from that of the text before the block and its tokens."""
+    return hashlib.sha256(previous + b"".join(t.to_bytes(4, "little") for t in token_ids)).digest()
+
+
+def tenant_key(tenant: str) -> bytes:
+    """Where the chain of hashes starts: tenants share nothing, nor learn what others have sent."""
+    return hashlib.sha256(tenant.encode()).digest()

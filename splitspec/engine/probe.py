@@ -1,0 +1,142 @@
+"""One short pass at load that finds out what a model asks of attention, and refuses what can't be given.
+
+Nothing that the library's models pass to their attention may be ignored: it would change the text in
+silence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from splitspec.engine.blocks import LayerShape
+from splitspec.engine.loading import wrong_model
+from splitspec.errors import ConfigError
+
+NAME = "splitspec_probe"
+_NUM_TOKENS = 4
+#: Attention arguments that are implemented, or that say nothing that the pass doesn't know.
+_UNDERSTOOD = frozenset({"scaling", "sliding_window", "softcap", "position_ids", "use_cache"})
+
+
+@dataclass
+class Probe:
+    """layers: by index. siblings: linear layers of one module that were given the same input, in order."""
+
+    layers: dict[int, LayerShape] = field(default_factory=dict)
+    queries_per_key: int = 0
+    siblings: list[list[tuple[nn.Module, str]]] = field(default_factory=list)
+
+
+def unsupported(name: str, what: str) -> ConfigError:
+    """The refusal of a model for what it has and the engine hasn't."""
+    return wrong_model(name, f"one that the engine can run (this one has {what})")
+
+
+@torch.inference_mode()
+def probe(model: PreTrainedModel, name: str, max_context: int) -> Probe:
+    """Raises ConfigError naming `model` for one that needs more than the engine has."""
+    if not model._supports_attention_backend:
+        raise unsupported(name, "an attention that can't be replaced")
+    found = Probe()
+    config = model.config.get_text_config(decoder=True)
+    config._attn_implementation = NAME
+    hooks, inputs = _watch_linears(model)
+    ids = torch.arange(_NUM_TOKENS, device=model.device)[None]
+    seen = _Seen(found, name, max_context)
+    try:
+        model(ids, position_ids=ids, use_cache=False, probed=seen)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if sorted(found.layers) != list(range(config.num_hidden_layers)):
+        raise unsupported(name, f"{config.num_hidden_layers} layers but attention in {len(found.layers)}")
+    groups: dict[tuple[int, int], list[tuple[nn.Module, str]]] = {}
+    for parent, child, given in inputs:
+        groups.setdefault((id(parent), id(given)), []).append((parent, child))
+    found.siblings = [group for group in groups.values() if len(group) > 1]
+    return found
+
+
+@dataclass
+class _Seen:
+    found: Probe
+    name: str
+    max_context: int
+
+
+def _watch_linears(model: nn.Module) -> tuple[list[Any], list[tuple[nn.Module, str, torch.Tensor]]]:
+    """Hooks that note each linear layer's parent, its name there, and its input."""
+    hooks = []
+    inputs: list[tuple[nn.Module, str, torch.Tensor]] = []
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear:
+
+                def note(_: nn.Module, args: Any, parent: nn.Module = parent, name: str = name) -> None:
+                    inputs.append((parent, name, args[0]))
+
+                hooks.append(child.register_forward_pre_hook(note))
+    return hooks, inputs
+
+
+def _probed_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    *,
+    probed: _Seen,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Notes shapes and checks arguments; returns zeros, as nothing depends on the result."""
+    unknown = sorted(
+        name for name in kwargs.keys() - _UNDERSTOOD if kwargs[name] is not None and kwargs[name] is not False
+    )
+    if unknown:
+        raise unsupported(probed.name, f"attention with {', '.join(unknown)}")
+    if dropout or not getattr(module, "is_causal", True):
+        raise unsupported(probed.name, "attention that isn't causal, or drops at random")
+    window = kwargs.get("sliding_window")
+    if not _is_causal(attention_mask, window, probed.max_context, query.device):
+        raise unsupported(probed.name, "a mask that isn't causal with an optional sliding window")
+    found = probed.found
+    if module.layer_idx in found.layers:
+        raise unsupported(probed.name, "several attentions in one layer")
+    _, num_kv_heads, _, key_size = key.shape
+    found.layers[module.layer_idx] = LayerShape(num_kv_heads, key_size, value.shape[-1])
+    groups = query.shape[1] // num_kv_heads
+    found.queries_per_key = min(found.queries_per_key or groups, groups)
+    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def _is_causal(mask: Any, window: int | None, max_context: int, device: torch.device) -> bool:
+    """Compare the library's mask function with ours, for the last query of the context and around it."""
+    zero = torch.zeros((), dtype=torch.long, device=device)
+    keys = torch.arange(max_context, device=device)
+    edge = window or max_context
+    for query in sorted({0, edge - 1, edge, edge + 1, max_context - 1}):
+        if query >= max_context:
+            continue
+        place = torch.tensor(query, device=device)
+        expected = keys <= query
+        if window is not None:
+            expected &= keys > query - window
+        if not callable(mask) or not torch.equal(mask(zero, zero, place, keys).expand_as(keys), expected):
+            return False
+    return True
+
+
+def _mask_function(*, mask_function: Any, **kwargs: Any) -> Any:
+    """In place of a mask the rule that it would be made by, for `_is_causal`."""
+    return mask_function
+
+
+AttentionInterface.register(NAME, _probed_attention)
+AttentionMaskInterface.register(NAME, _mask_function)
