@@ -36,10 +36,11 @@ class RaggedPass:
         self._smallest_tile = -(-_fewest_rows(pool.shapes, pool.block_size, dtype) // queries_per_key)
         self._dtype = dtype
         self._plans: dict[int | None, Plan] = {}
-        self._device = pool.layers[0].device
+        self._device = pool.device
         #: [rows] each: the block that a row's key and value go to, and the place in it.
         slots = np.concatenate([span.slots(pool.block_size) for span in spans], axis=1)
         self.blocks, self.offsets = torch.from_numpy(slots).to(self._device)
+        self.num_rows = slots.shape[1]
 
     def plan(self, window: int | None) -> Plan:
         if window not in self._plans:
@@ -86,26 +87,32 @@ def paged_attention(
     """Write the pass's keys and values to the pool and attend to all that each row sees.
 
     query [1, heads, rows, key size], key and value [1, KV heads, rows, size]; returns
-    [1, rows, heads, value size]. checked: what the probe has seen to be without effect.
+    [1, rows, heads, value size]. Rows behind those of the plan are padding. checked: what the probe has seen
+    to be without effect.
     """
-    layer = ragged.pool.layers[module.layer_idx]
-    layer[ragged.blocks, :, ragged.offsets] = torch.cat([key[0], value[0]], dim=-1).transpose(0, 1)
+    keys, values = ragged.pool.keys[module.layer_idx], ragged.pool.values[module.layer_idx]
+    for held, fed in ((keys, key), (values, value)):
+        held[ragged.blocks, :, ragged.offsets] = fed[0].transpose(0, 1)[: ragged.num_rows]
     found = ragged.plan(sliding_window)
     scaled = query[0].transpose(0, 1) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    parts = [_attend(group, scaled, layer, softcap) for group in found.groups]
+    parts = [_attend(group, scaled, keys, values, softcap) for group in found.groups]
     rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return rows[found.places][None], None
+    return rows.index_select(0, found.places).unsqueeze(0), None
 
 
 def _attend(
-    group: TileGroup, query: torch.Tensor, layer: torch.Tensor, softcap: float | None
+    group: TileGroup,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    softcap: float | None,
 ) -> torch.Tensor:
     """query [rows, heads, key size] and a layer of the pool to [tiles * positions, heads, value size]."""
     num_rows, num_heads, key_size = query.shape
     num_pairs, positions = group.rows.shape
-    _, num_kv_heads, block_size, width = layer.shape
-    held = layer.index_select(0, group.blocks).view(-1, block_size, width)
-    keys, values = held[..., :key_size], held[..., key_size:]
+    _, num_kv_heads, block_size, value_size = values.shape
+    keys = keys.index_select(0, group.blocks).view(-1, block_size, key_size)
+    values = values.index_select(0, group.blocks).view(-1, block_size, value_size)
     tiles = query.view(num_rows, num_kv_heads, -1, key_size)[group.rows]
     tiles = tiles.transpose(1, 2).reshape(num_pairs * num_kv_heads, -1, key_size)
 
@@ -114,31 +121,35 @@ def _attend(
         scores.div_(softcap).tanh_().mul_(softcap)
     scores.view(num_pairs, num_kv_heads, positions, -1, block_size).add_(group.bias)
     scores = scores.view(num_pairs, -1, block_size)
-    highest = _maximum(group, scores.amax(-1, keepdim=True))
-    weights = scores.sub_(highest[group.tiles]).exp_()
-    sums = _ordered_sum(group, weights.sum(-1, keepdim=True, dtype=torch.float32))
+    if len(group.counts) == num_pairs:  # a single tile
+        highest = scores.amax((0, 2), keepdim=True)
+    else:
+        highest = _maximum(group, scores.amax(2, keepdim=True)).index_select(0, group.tiles)
+    weights = scores.sub_(highest).exp_()
     outputs = torch.bmm(weights.view(num_pairs * num_kv_heads, -1, block_size), values)
-    rows = _ordered_sum(group, outputs.float().view(num_pairs, -1, width - key_size)).div_(sums)
-    rows = rows.to(query.dtype).view(-1, num_kv_heads, positions, num_heads // num_kv_heads, width - key_size)
-    return rows.transpose(1, 2).reshape(-1, num_heads, width - key_size)
+    sums = weights.sum(2, keepdim=True, dtype=torch.float32)
+    # With the output of each pair the sum of its weights, so that both are added up at once.
+    added = _ordered_sum(group, torch.cat([outputs.view(num_pairs, -1, value_size).float(), sums], dim=2))
+    rows = added.narrow(2, 0, value_size) / added.narrow(2, value_size, 1)
+    rows = rows.to(query.dtype).view(-1, num_kv_heads, positions, num_heads // num_kv_heads, value_size)
+    return rows.transpose(1, 2).reshape(-1, num_heads, value_size)
 
 
 def _maximum(group: TileGroup, pairs: torch.Tensor) -> torch.Tensor:
     """[pairs, ...] to [tiles, ...]."""
     first, *rest = torch.split(pairs, group.counts)
-    result = first.clone()
-    for part in rest:
-        torch.maximum(result[: len(part)], part, out=result[: len(part)])
-    return result
+    for count, part in zip(group.counts[1:], rest, strict=True):
+        top = first.narrow(0, 0, count)
+        torch.maximum(top, part, out=top)
+    return first
 
 
 def _ordered_sum(group: TileGroup, pairs: torch.Tensor) -> torch.Tensor:
-    """[pairs, ...] to [tiles, ...], added block by block in ascending order."""
+    """[pairs, ...] to [tiles, ...], added block by block in ascending order; in place of the first ones."""
     first, *rest = torch.split(pairs, group.counts)
-    result = first.clone()
-    for part in rest:
-        result[: len(part)] += part
-    return result
+    for count, part in zip(group.counts[1:], rest, strict=True):
+        first.narrow(0, 0, count).add_(part)
+    return first
 
 
 AttentionInterface.register(NAME, paged_attention)

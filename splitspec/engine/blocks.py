@@ -56,20 +56,16 @@ class BlockPool:
                 f"kv_memory_bytes is {memory_bytes}, expected at least the {self.block_bytes} of one block",
                 field="kv_memory_bytes",
             )
-        #: For each layer [blocks, KV heads, tokens, key and value]: what one gather brings is what one
-        #: product over a block takes. Not touched before a block is handed out, so it costs no memory yet.
-        self.layers = [
-            torch.empty(
-                self.num_blocks,
-                layer.num_kv_heads,
-                block_size,
-                layer.key_size + layer.value_size,
-                dtype=dtype,
-                device=device,
-            )
-            for layer in layers
-        ]
-        self._device = device
+        #: For each layer two tensors [blocks, KV heads, tokens, size]: a block is what one gather brings and
+        #: one product takes. Not touched before a block is handed out, so they cost no memory yet.
+        self.keys, self.values = (
+            [
+                torch.empty(self.num_blocks, layer.num_kv_heads, block_size, size, dtype=dtype, device=device)
+                for layer, size in zip(layers, sizes, strict=True)
+            ]
+            for sizes in ([layer.key_size for layer in layers], [layer.value_size for layer in layers])
+        )
+        self.device = device
         #: Blocks from here on have never been handed out.
         self._untouched = 0
         self._unused: list[int] = []
@@ -116,9 +112,9 @@ class BlockPool:
         self._holders.update(blocks)
         if blocks:
             # Rows that were never written are masked, but 0 times a stale infinity isn't 0.
-            index = torch.tensor(blocks, device=self._device)
-            for layer in self.layers:
-                layer.index_fill_(0, index, 0)
+            index = torch.tensor(blocks, device=self.device)
+            for held in (*self.keys, *self.values):
+                held.index_fill_(0, index, 0)
         return blocks
 
     def _take(self) -> int:
@@ -169,12 +165,12 @@ class BlockPool:
 
     def copy_rows(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy keys and values of single tokens; [2, tokens] of (block, row in block) each."""
-        for layer in self.layers:
-            layer[target[0], :, target[1]] = layer[source[0], :, source[1]]
+        for held in (*self.keys, *self.values):
+            held[target[0], :, target[1]] = held[source[0], :, source[1]]
 
     def copy_block(self, source: int, target: int) -> None:
-        for layer in self.layers:
-            layer[target] = layer[source]
+        for held in (*self.keys, *self.values):
+            held[target] = held[source]
 
     def _collect(self) -> None:
         while self._returned:

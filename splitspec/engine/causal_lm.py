@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -23,7 +24,7 @@ from splitspec.engine.loading import (
     parse_device,
     parse_dtype,
 )
-from splitspec.engine.plan import Span
+from splitspec.engine.plan import Span, twice_if_single
 from splitspec.engine.probe import Probe, probe
 from splitspec.engine.selftest import rows_are_independent
 from splitspec.vocabulary import Vocabulary
@@ -167,15 +168,19 @@ class CausalLM:
             wanted.extend(range(len(ids) - feed.num_rows, len(ids)))
         self._slabs.begin([len(feed.token_ids) for feed in feeds])
         ragged = RaggedPass(self.pool, spans, queries_per_key=self._queries_per_key, dtype=self._model.dtype)
+
+        def tensor(rows: list[int]) -> torch.Tensor:
+            return torch.from_numpy(twice_if_single(np.array(rows, dtype=np.int64))).to(device)
+
         output = self._model(
-            torch.tensor([ids], device=device),
-            position_ids=torch.tensor([positions], device=device),
+            tensor(ids)[None],
+            position_ids=tensor(positions)[None],
             use_cache=False,
-            logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=device),
+            logits_to_keep=tensor(wanted),
             ragged=ragged,
         )
-        logits = output.logits[0, :, : self.info.vocabulary_size].float()
-        return list(logits.split([feed.num_rows for feed in feeds]))
+        logits = output.logits[0, : len(wanted), : self.info.vocabulary_size].float()
+        return list(torch.split(logits, [feed.num_rows for feed in feeds]))
 
 
 def _quarter_of_free_memory(device: torch.device) -> int:

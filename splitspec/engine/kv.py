@@ -115,7 +115,7 @@ class KV:
         size = self._pool.block_size
         return torch.tensor(
             [[self.table[row // size] for row in rows], [row % size for row in rows]],
-            device=self._pool.layers[0].device,
+            device=self._pool.device,
         )
 
     def _release_after(self, count: int) -> None:

@@ -11,6 +11,8 @@ from torch import nn
 from splitspec.engine.feed import LONGEST_SHORT_FEED
 from splitspec.engine.probe import Probe
 
+_linear = torch.ops.mkldnn._linear_pointwise.default
+
 
 class Slabs:
     """How the rows of a pass are cut into products, so that a row's bits depend on its own feed alone.
@@ -37,8 +39,8 @@ class Slabs:
 
     def of(self, num_rows: int) -> list[int]:
         """The sizes for a layer that is given so many rows: all of the pass, or only those of the head."""
-        if not self._needed:
-            return [num_rows]
+        if num_rows <= LONGEST_SHORT_FEED or not self._needed:
+            return [num_rows] * (num_rows > 0)
         return self._sizes if num_rows == sum(self._sizes) else _cut(num_rows)
 
 
@@ -58,25 +60,22 @@ class PackedLinear(nn.Module):
         self._slabs = slabs
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
+        sizes = self._slabs.of(given.shape[:-1].numel())
+        if len(sizes) == 1 and sizes[0] > 1:
+            return self._product(given)
         rows = given.reshape(-1, given.shape[-1])
-        sizes = self._slabs.of(len(rows))
-        if len(rows) == 0:
+        if not sizes:
             result = rows.new_empty(0, self.out_features)
-        elif len(sizes) == 1:
-            result = self._product(rows)
+        elif sizes == [1]:
+            # A single row takes a kernel that adds in another order.
+            result = self._product(rows.expand(2, -1).contiguous())[:1]
         else:
             result = torch.cat([self._product(slab) for slab in torch.split(rows, sizes)])
         return result.view(*given.shape[:-1], self.out_features)
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
-        count = len(rows)
-        if count == 1:
-            # A single row takes a kernel that adds in another order.
-            rows = rows.expand(2, -1).contiguous()
-        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            rows, self._weight, self._bias, "none", [], ""
-        )
-        return result[:count]
+        result: torch.Tensor = _linear(rows, self._weight, self._bias, "none", [], "")
+        return result
 
 
 class _Joined:
@@ -91,7 +90,7 @@ class _Joined:
         """Columns start to stop of the product; it is let go of with the last ones."""
         if self._given is not given or self._result is None:
             self._given, self._result = given, self._whole(given)
-        columns = self._result[..., start:stop]
+        columns = self._result.narrow(-1, start, stop - start)
         if stop == self._whole.out_features:
             self._given = self._result = None
         return columns

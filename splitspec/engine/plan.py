@@ -87,7 +87,10 @@ class TileGroup:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The groups, and where each row of the pass is in their tiles, one group after the other: [rows]."""
+    """The groups, and where each row of the pass is in their tiles, one group after the other: [rows].
+
+    A pass of a single row has it twice: alone it would take other kernels.
+    """
 
     groups: list[TileGroup]
     places: torch.Tensor
@@ -135,7 +138,12 @@ def plan(
             )
         taken += len(members) * size
         groups.append(_group(members, size, block_size, window, dtype, device))
-    return Plan(groups, torch.from_numpy(places).to(device))
+    return Plan(groups, torch.from_numpy(twice_if_single(places)).to(device))
+
+
+def twice_if_single(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """What every layer, the head too, gets in place of a single row."""
+    return rows.repeat(2) if len(rows) == 1 else rows
 
 
 def _tiles(span: Span, size: int, block_size: int, window: int | None) -> list[_Tile]:

@@ -155,7 +155,7 @@ def test_a_stale_infinity_stays_in_its_block(llama: CausalLM) -> None:
     expected = alone(llama, tiny.text(3))
     kv: KV = llama.new_kv()
     llama.forward(kv, tiny.text(4), 0)
-    for layer in llama.pool.layers:
-        layer[kv.table] = torch.inf
+    for held in (*llama.pool.keys, *llama.pool.values):
+        held[kv.table] = torch.inf
     kv.free()
     assert torch.equal(alone(llama, tiny.text(3)), expected)
