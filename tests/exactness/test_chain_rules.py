@@ -33,7 +33,7 @@ TABLES: dict[str, tuple[Model, Model]] = {
         tables.processed_model(3, 8, Sampling(temperature=0.7)),
         tables.processed_model(3, 9, Sampling(temperature=1.5)),
     ),
-    "six tokens": (tables.random_model(6, 10), tables.random_model(6, 11)),
+    "five tokens": (tables.random_model(5, 10), tables.random_model(5, 11)),
     "four tokens": (tables.random_model(4, 12), tables.random_model(4, 13)),
     "two tokens": (
         tables.processed_model(2, 14, Sampling()),
@@ -59,7 +59,7 @@ def test_three_tokens(rule: Rule, tables: str, drafter: str, num_draft_tokens: i
 
 @pytest.mark.parametrize(("length", "num_draft_tokens"), [(3, 1), (2, 2), (2, 3)])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("tables", ["no zeros", "six tokens"])
+@pytest.mark.parametrize("tables", ["no zeros", "five tokens"])
 @pytest.mark.parametrize("rule", RULES)
 def test_tables_with_more_outcomes(
     rule: Rule, tables: str, drafter: str, length: int, num_draft_tokens: int
