@@ -21,11 +21,12 @@ from common import machine, save_result  # benchmarks/common.py
 from prompts import questions  # benchmarks/prompts.py
 
 from coordinator.text import TextCodec
-from draft_worker.drafters import DrafterSpec, build_drafter
+from draft_worker.drafters import DrafterSpec, Loading, build_drafter
 from draft_worker.drafters.base import Drafter
 from draft_worker.drawing import DraftCounterNoise
 from protos.v1 import coordinator_pb2
 from splitspec.engine.causal_lm import CausalLM
+from splitspec.engine.scheduler import run_alone
 from splitspec.models import fetch_demo_model
 from splitspec.sampling.randomness import CounterNoise
 from splitspec.sampling.rows import ProcessedRows
@@ -76,7 +77,7 @@ class Walk:
         self._round += 1
         drawing = Drawing(sampling, rule, self._output)
         noise = DraftCounterNoise(drawing.seed, self._round)
-        draft = self._drafter.propose(self._state, self._tokens, K, drawing, noise)
+        draft = run_alone(self._drafter.propose(self._state, self._tokens, K, drawing, noise))
         fed = [self._tokens[-1], *draft.token_ids]
         logits = self._target.forward(self._kv, fed, len(fed))
         self._target.truncate(self._kv, len(self._tokens) - 1)
@@ -85,9 +86,6 @@ class Walk:
     def go_on(self, token_ids: Sequence[int]) -> None:
         self._target.forward(self._kv, [self._tokens[-1], *token_ids[:-1]], 0)
         self._tokens.extend(token_ids)
-
-    def close(self) -> None:
-        self._drafter.close(self._state)
 
 
 def verdict(round: Round, sampling: Sampling, rule: Rule, noise: CounterNoise) -> tuple[int, list[int]]:
@@ -158,7 +156,7 @@ def main() -> None:
     codec = TextCodec.load(directory)
     target = CausalLM.load(directory, name="demo", dtype="bfloat16", device="cpu")
     spec = DrafterSpec.parse(f"layer_skip={directory}")
-    drafter = build_drafter(spec, dtype="bfloat16", device="cpu")
+    drafter = build_drafter(spec, Loading("bfloat16", "cpu"))
 
     found: dict[float, dict[Rule, list[float]]] = {t: defaultdict(list) for t in TEMPERATURES}
     kept: list[Round] = []
@@ -169,7 +167,6 @@ def main() -> None:
             walk = Walk(target, drafter, prompt)
             sampling = Sampling(temperature=temperature, seed=question.id)
             kept += accepted_by_rule(walk, sampling, max_tokens, found[temperature])
-            walk.close()
         print(f"{question.group} {question.id}", flush=True)
 
     accepted = {

@@ -31,14 +31,14 @@ from typing import Any
 
 from common import machine, save_result  # benchmarks/common.py
 
-from draft_worker.drafters import DrafterSpec, build_drafter
+from draft_worker.drafters import DrafterSpec, Loading, build_drafter
 from draft_worker.drafters.base import Drafter
 from draft_worker.drawing import DraftCounterNoise
 from protos.v1 import common_pb2
 from splitspec.cli.stack import Stack
 from splitspec.client import AsyncClient
 from splitspec.engine.causal_lm import CausalLM
-from splitspec.model_thread import Timer
+from splitspec.engine.scheduler import Timer, run_alone
 from splitspec.models import fetch_demo_model
 from splitspec.telemetry import names
 from splitspec.telemetry.reading import read_spans
@@ -84,7 +84,7 @@ class OneProcess:
     def __init__(self, model: Path) -> None:
         self._target = CausalLM.load(model, name=str(model), dtype=DTYPE, device="cpu")
         spec = DrafterSpec.parse(f"layer_skip={model}")
-        self._drafter: Drafter = build_drafter(spec, dtype=DTYPE, device="cpu")
+        self._drafter: Drafter = build_drafter(spec, Loading(DTYPE, "cpu"))
         self.bytes_per_token = 0.0
 
     def rounds(self, k: int, max_tokens: int) -> list[float]:
@@ -93,7 +93,7 @@ class OneProcess:
         kv = self._target.new_kv()
         self._target.forward(kv, PROMPT[:-1], 0)
         state = self._drafter.open()
-        self._drafter.feed(state, tokens)
+        run_alone(self._drafter.feed(state, tokens))
         took = []
         round_number = 0
         while len(tokens) - len(PROMPT) < max_tokens:
@@ -103,14 +103,14 @@ class OneProcess:
             draft = Draft.certain(())
             if min(k, remaining - 1) > 0:
                 noise = DraftCounterNoise(DRAWING.seed, round_number)
-                draft = self._drafter.propose(state, tokens, min(k, remaining - 1), DRAWING, noise)
-            verified = verify(self._target, kv, tokens, draft, DRAWING, round_number, Timer())
+                steps = self._drafter.propose(state, tokens, min(k, remaining - 1), DRAWING, noise)
+                draft = run_alone(steps)
+            verified = run_alone(verify(self._target, kv, tokens, draft, DRAWING, round_number, Timer()))
             tokens.extend(verified.committed)
             took.append((time.perf_counter() - started) * 1e3)
             if k and len(draft.token_ids) == k:
                 proposal = common_pb2.Proposal(body=draft.encode(b""), num_draft_tokens=k)
                 self.bytes_per_token = proposal.ByteSize() / k
-        self._drafter.close(state)
         return took[1:]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import structlog
 
-from draft_worker.drafters import DrafterSpec, build_drafter
+from draft_worker.drafters import DrafterSpec, Loading, build_drafter
 from draft_worker.servicer import DraftWorker
 from protos.v1 import draft_pb2, draft_pb2_grpc
 from splitspec.config import DraftSettings
@@ -30,10 +30,8 @@ async def serve(settings: DraftSettings, worker_id: str, telemetry: Telemetry) -
 
         torch.set_num_threads(settings.threads)
     registry = await Registry.connect(settings.redis_url)
-    drafters = [
-        build_drafter(DrafterSpec.parse(text), dtype=settings.dtype, device=settings.device)
-        for text in settings.drafters
-    ]
+    loading = Loading(settings.dtype, settings.device, settings.kv_memory_bytes)
+    drafters = [build_drafter(DrafterSpec.parse(text), loading) for text in settings.drafters]
     names = [drafter.info.name for drafter in drafters]
     if len(set(names)) < len(names):
         raise ConfigError(
@@ -46,7 +44,7 @@ async def serve(settings: DraftSettings, worker_id: str, telemetry: Telemetry) -
         {drafter.info.name: drafter for drafter in drafters},
         telemetry,
         max_sessions=settings.max_sessions,
-        prompt_chunk=settings.prompt_chunk,
+        max_positions=settings.max_positions,
     )
 
     def add(server: object) -> None:
@@ -60,7 +58,7 @@ async def serve(settings: DraftSettings, worker_id: str, telemetry: Telemetry) -
 
         async with registered(registry, entry, settings.directory_lease_s):
             await serve_until_signal(server, settings)
-    worker.thread.close()
+    worker.scheduler.close()
     await registry.close()
 
 

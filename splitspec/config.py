@@ -84,9 +84,20 @@ class WorkerSettings(ServerSettings):
     device: str = Field("cpu", description="Device of the model: cpu, cuda or cuda:N.")
     threads: int = Field(0, ge=0, description="CPU threads of the model; 0 leaves torch's choice.")
     max_sessions: int = Field(64, ge=1, description="Handles that may be held at once.")
+    max_positions: int = Field(
+        256, ge=1, description="Positions of all sessions together in one pass; longer prompts are cut."
+    )
+    kv_memory_mib: int = Field(
+        0, ge=0, description="Memory for the KV of each model in MiB; 0 takes a quarter of what is free."
+    )
     directory_lease_s: float = Field(
         5.0, gt=0, description="Seconds after which a silent worker leaves the directory."
     )
+
+    @property
+    def kv_memory_bytes(self) -> int | None:
+        """None for a part of what is free."""
+        return self.kv_memory_mib * 2**20 or None
 
 
 class TargetSettings(WorkerSettings):
@@ -94,7 +105,6 @@ class TargetSettings(WorkerSettings):
 
     port: int = Field(50053, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     model: str = Field(..., min_length=1, description="Target model: hub id, directory or GGUF file.")
-    prompt_chunk: int = Field(256, ge=1, description="Prompt tokens that are fed in one pass.")
 
 
 class DraftSettings(WorkerSettings):
@@ -104,7 +114,6 @@ class DraftSettings(WorkerSettings):
     drafters: Annotated[tuple[str, ...], NoDecode] = Field(
         ..., min_length=1, description="Drafters, separated by spaces: NAME[=CHECKPOINT][,key=value...]."
     )
-    prompt_chunk: int = Field(256, ge=1, description="Prompt tokens that are fed in one pass.")
 
     @field_validator("drafters", mode="before")
     @classmethod

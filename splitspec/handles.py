@@ -71,8 +71,15 @@ class HandleStore(Generic[T]):
     the least recently used of them makes room when the store is full.
     """
 
-    def __init__(self, max_sessions: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        max_sessions: int,
+        clock: Callable[[], float] = time.monotonic,
+        let_go: Callable[[T], None] = lambda state: None,
+    ) -> None:
+        """let_go: called with the state of each handle that is freed."""
         self._max_sessions = max_sessions
+        self._let_go = let_go
         self._clock = clock
         self._held: dict[str, Held[T]] = {}
 
@@ -133,9 +140,11 @@ class HandleStore(Generic[T]):
         held.attached = False
         held.expires_at = self._clock() + lease_s
         # Order of use: the least recently used first.
-        del self._held[held.handle]
+        self._held.pop(held.handle)
         if lease_s > 0:
             self._held[held.handle] = held
+        else:
+            self._let_go(held.state)
 
     def release(self, handle: str, stamp: common_pb2.Stamp) -> bool:
         """Free a handle; a stream on it is fenced off. False when it isn't held. Raises StaleError."""
@@ -145,7 +154,7 @@ class HandleStore(Generic[T]):
         if stamp.epoch < held.epoch:
             held.check_epoch(stamp)
         held.fenced = True
-        del self._held[handle]
+        self._free(held)
         return True
 
     def reap(self) -> None:
@@ -153,7 +162,7 @@ class HandleStore(Generic[T]):
         now = self._clock()
         for held in self.held:
             if not held.attached and held.expires_at <= now:
-                del self._held[held.handle]
+                self._free(held)
 
     def _make_room(self) -> None:
         if len(self._held) < self._max_sessions:
@@ -164,7 +173,11 @@ class HandleStore(Generic[T]):
                 f"all {self._max_sessions} sessions of this worker are running a request; try again",
                 retry_after_s=1.0,
             )
-        del self._held[idle.handle]
+        self._free(idle)
+
+    def _free(self, held: Held[T]) -> None:
+        del self._held[held.handle]
+        self._let_go(held.state)
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,10 +32,20 @@ async def serve(settings: TargetSettings, worker_id: str, telemetry: Telemetry) 
         torch.set_num_threads(settings.threads)
     registry = await Registry.connect(settings.redis_url)
     directory: Path = resolve_model(settings.model)
-    model = CausalLM.load(directory, name=settings.model, dtype=settings.dtype, device=settings.device)
+    model = CausalLM.load(
+        directory,
+        name=settings.model,
+        dtype=settings.dtype,
+        device=settings.device,
+        kv_memory_bytes=settings.kv_memory_bytes,
+    )
     log.info("model loaded", model=settings.model, dtype=settings.dtype, device=settings.device)
     worker = TargetWorker(
-        worker_id, model, telemetry, max_sessions=settings.max_sessions, prompt_chunk=settings.prompt_chunk
+        worker_id,
+        model,
+        telemetry,
+        max_sessions=settings.max_sessions,
+        max_positions=settings.max_positions,
     )
 
     def add(server: object) -> None:
@@ -49,7 +59,7 @@ async def serve(settings: TargetSettings, worker_id: str, telemetry: Telemetry) 
 
         async with registered(registry, entry, settings.directory_lease_s):
             await serve_until_signal(server, settings)
-    worker.thread.close()
+    worker.scheduler.close()
     await registry.close()
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 import structlog
 
 from protos.v1 import common_pb2, target_pb2, target_pb2_grpc
 from splitspec.engine.causal_lm import CausalLM
 from splitspec.engine.kv import KV
+from splitspec.engine.scheduler import Scheduler, Steps, Timer
 from splitspec.errors import InvalidRequestError
-from splitspec.handles import HandleStore, Held, offered_tokens
-from splitspec.model_thread import ModelThread, Timer
-from splitspec.serving import EOF
+from splitspec.handles import HandleStore
 from splitspec.telemetry import Telemetry, names
 from splitspec.telemetry.worker import Watch, Work
+from splitspec.tokens import TokenLog
 from splitspec.types import MAX_MESSAGE_BYTES, MAX_NUM_DRAFT_TOKENS, PROTOCOL_VERSION, Drawing, Rule
 from splitspec.wire import Draft, seal_key
-from target_worker.verifier import verify
+from splitspec.worker_session import WorkerSession, serve_session
+from target_worker.verifier import Verified, decode, take_over, verify
 
 log = structlog.get_logger()
 Context = grpc.aio.ServicerContext[target_pb2.TargetSessionRequest, target_pb2.TargetSessionResponse]
@@ -33,13 +36,14 @@ class TargetWorker(target_pb2_grpc.TargetWorkerServiceServicer):
         telemetry: Telemetry,
         *,
         max_sessions: int,
-        prompt_chunk: int,
+        max_positions: int,
     ) -> None:
         self.worker_id = worker_id
         self.model = model
-        self.thread = ModelThread()
-        self.prompt_chunk = prompt_chunk
-        self.handles: HandleStore[KV] = HandleStore(max_sessions)
+        self.scheduler = Scheduler(max_positions=max_positions)
+        self.handles: HandleStore[KV] = HandleStore(
+            max_sessions, let_go=lambda kv: self.scheduler.post(kv.free)
+        )
         self._max_sessions = max_sessions
         self._watch = Watch(telemetry, worker_id, _SPANS)
         telemetry.metrics.watch_load(self._load)
@@ -67,7 +71,11 @@ class TargetWorker(target_pb2_grpc.TargetWorkerServiceServicer):
             live_sessions=self.handles.num_attached,
             handles=len(held),
             kv_tokens=sum(session.state.length for session in held),
-            kv_bytes=sum(self.model.kv_bytes(session.state) for session in held),
+            kv_bytes=sum(session.state.num_bytes for session in held),
+            kv_blocks_used=self.model.pool.num_used,
+            kv_blocks_shared=self.model.pool.num_shared,
+            kv_blocks_cached=self.model.pool.num_cached,
+            kv_blocks_free=self.model.pool.num_free,
         )
 
     async def Describe(
@@ -90,99 +98,66 @@ class TargetWorker(target_pb2_grpc.TargetWorkerServiceServicer):
         return target_pb2.TargetWorkerServiceReleaseResponse(released=released)
 
     async def TargetSession(self, requests: object, context: Context) -> None:  # type: ignore[override]
-        session: TargetSession | None = None
-        try:
-            while (request := await context.read()) is not EOF:
-                timer = Timer()
-                kind = request.WhichOneof("message")
-                answer: target_pb2.TargetSessionResponse | None = None
-                with self._watch.message(request) as work:
-                    if kind == "open":
-                        session = session or TargetSession(self, request)
-                        opened = await session.open(request, timer)
-                        work.opened(opened, request.stamp.base_length)
-                        answer = target_pb2.TargetSessionResponse(opened=opened)
-                    elif session is None or not session.opened:
-                        raise InvalidRequestError.of("message", kind, "open first, until it is complete")
-                    elif kind == "verify":
-                        verdict = await session.verify(request.stamp, request.verify.proposal, timer)
-                        work.verified(verdict)
-                        if verdict is not None:
-                            answer = target_pb2.TargetSessionResponse(verdict=verdict)
-                    elif kind == "decode":
-                        await session.decode(request.stamp, request.decode.num_tokens, context, work)
-                    elif kind == "close":
-                        closed = common_pb2.Closed(length=session.close(request))
-                        answer = target_pb2.TargetSessionResponse(closed=closed)
-                    else:
-                        raise InvalidRequestError.of("message", kind, "open, verify, decode or close")
-                if answer is not None:
-                    await context.write(answer)
-                if kind == "close":
-                    return
-        finally:
-            if session is not None:
-                session.detach()
+        await serve_session(
+            context,
+            self._watch,
+            lambda request: TargetSession(self, request),
+            target_pb2.TargetSessionResponse,
+        )
 
 
-class TargetSession:
+class TargetSession(WorkerSession[KV]):
     """One stream: the committed tokens, and the KV of all of them but the last."""
 
     def __init__(self, worker: TargetWorker, request: target_pb2.TargetSessionRequest) -> None:
-        self._worker = worker
-        self._held: Held[KV] = worker.handles.attach(
-            request.stamp, request.open.handle, request.open.tenant, worker.model.new_kv
-        )
-        self._lease_s = request.open.lease_ms / 1000
-        self.opened = False
+        tenant = request.open.tenant
+        super().__init__(worker.handles, worker.scheduler, request, lambda: worker.model.new_kv(tenant))
+        self._model = worker.model
         # The last verify's round and body with its verdict, for the same message again: a handle has one
         # stream in an epoch, so it ends with the stream.
         self._kept: tuple[tuple[int, bytes], common_pb2.Verdict] | None = None
 
-    async def open(self, request: target_pb2.TargetSessionRequest, timer: Timer) -> common_pb2.Opened:
-        """Take over the committed tokens, and feed those but the last that the KV lacks, chunk by chunk.
+    @property
+    def vocabulary_size(self) -> int:
+        return self._model.info.vocabulary_size
 
-        Once a session is open a repeated Open takes nothing back.
-        """
-        held, stamp, model = self._held, request.stamp, self._worker.model
-        held.check_epoch(stamp)
-        if self.opened:
-            return self._answer(held.state.length, timer)
+    def prepare(self, request: target_pb2.TargetSessionRequest) -> None:
         self._drawing = Drawing.from_proto(request.open)
-        self._drawing.check_vocabulary(model.info.vocabulary_size)
-        if not 1 <= stamp.base_length < model.info.max_context:
+        self._drawing.check_vocabulary(self.vocabulary_size)
+        most = self._model.info.max_context - 1
+        if not 1 <= request.stamp.base_length <= most:
             raise InvalidRequestError.of(
-                "open.token_ids", f"{stamp.base_length} tokens", f"1 to {model.info.max_context - 1} tokens"
+                "open.token_ids", f"{request.stamp.base_length} tokens", f"1 to {most} tokens"
             )
-        offered = offered_tokens(held.tokens, stamp, request.open, model.info.vocabulary_size)
-        most = min(offered.same, max(len(offered.tokens) - 1, 0))
-        # What is held changes only once the KV is cut: a job that waits is dropped with its stream.
-        await self._run(lambda: model.truncate(held.state, min(most, held.state.length)), timer)
-        held.tokens = offered.tokens
-        kept = held.state.length
-        if not offered.complete:
-            return self._answer(kept, timer)
-        while (fed := held.state.length) < len(held.tokens) - 1:
-            chunk = held.tokens[fed : min(fed + self._worker.prompt_chunk, len(held.tokens) - 1)]
-            await self._run(lambda chunk=chunk: model.forward(held.state, chunk, num_rows=0), timer)
-        held.revision, held.round = stamp.revision, stamp.round
-        self.opened = True
-        return self._answer(kept, timer)
 
-    def _answer(self, cached_length: int, timer: Timer) -> common_pb2.Opened:
-        held = self._held
-        return common_pb2.Opened(
-            handle=held.handle,
-            length=len(held.tokens),
-            cached_length=cached_length,
-            timings=timer.to_proto(),
-        )
+    def rest(self) -> None:
+        self.held.state.rest()
 
-    async def verify(
+    def take_over(self, tokens: TokenLog) -> Steps[int]:
+        return take_over(self._model, self.held.state, tokens)
+
+    async def answer(
+        self,
+        kind: str,
+        request: target_pb2.TargetSessionRequest,
+        timer: Timer,
+        work: Work,
+        context: Context,
+    ) -> target_pb2.TargetSessionResponse | None:
+        if kind == "verify":
+            verdict = await self._verify(request.stamp, request.verify.proposal, timer)
+            work.verified(verdict)
+            return None if verdict is None else target_pb2.TargetSessionResponse(verdict=verdict)
+        if kind == "decode":
+            await self._decode(request.stamp, request.decode.num_tokens, timer, work, context)
+            return None
+        raise InvalidRequestError.of("message", kind, "open, verify, decode or close")
+
+    async def _verify(
         self, stamp: common_pb2.Stamp, proposal: common_pb2.Proposal, timer: Timer
     ) -> common_pb2.Verdict | None:
         """The verdict on a proposal, or None for a stale one, which gets no answer."""
-        held = self._held
+        held = self.held
         held.check_epoch(stamp)
         held.check_epoch(proposal.stamp)
         key = (proposal.stamp.round, proposal.body)
@@ -198,82 +173,83 @@ class TargetSession:
             log.info("stale proposal dropped", session=held.session_id, round=proposal.stamp.round)
             return None
         held.check_prefix(proposal.stamp)
-        if proposal.parent_round or proposal.more_follows:
-            raise InvalidRequestError.of(
-                "proposal.parent_round", proposal.parent_round, "0: this worker verifies in sequence"
-            )
-        info = self._worker.model.info
-        sealing = seal_key(self._drawing, info.vocabulary_hash, proposal.stamp.prefix_hash)
-        draft, num_one_hot, mismatch = Draft.decode(proposal.body, sealing, info.vocabulary_size)
-        if draft.parents:
-            raise InvalidRequestError.of("proposal.parents", list(draft.parents), "a chain (no parents)")
-        most = min(MAX_NUM_DRAFT_TOKENS, info.max_context - len(held.tokens))
-        if len(draft.token_ids) != proposal.num_draft_tokens or proposal.num_draft_tokens > most:
-            value = f"{proposal.num_draft_tokens} with {len(draft.token_ids)} in the body"
-            raise InvalidRequestError.of("proposal.num_draft_tokens", value, f"equal numbers, at most {most}")
-        verdict = await self._verdict(proposal.stamp.round, draft, timer)
+        draft, num_one_hot, mismatch = self._draft(proposal)
+        verified = await self.run(
+            verify(self._model, held.state, held.tokens, draft, self._drawing, proposal.stamp.round, timer),
+            timer,
+        )
+        verdict = self._commit(proposal.stamp.round, verified)
+        verdict.timings.CopyFrom(timer.to_proto())
         verdict.num_one_hot, verdict.seal_mismatch = num_one_hot, mismatch
         self._kept = (key, verdict)
         return verdict
 
-    async def decode(self, stamp: common_pb2.Stamp, num_tokens: int, context: Context, work: Work) -> None:
+    def _draft(self, proposal: common_pb2.Proposal) -> tuple[Draft, int, bool]:
+        """What `Draft.decode` makes of it. Raises InvalidRequestError for what can't be verified."""
+        if proposal.parent_round or proposal.more_follows:
+            raise InvalidRequestError.of(
+                "proposal.parent_round", proposal.parent_round, "0: this worker verifies in sequence"
+            )
+        info = self._model.info
+        key = seal_key(self._drawing, info.vocabulary_hash, proposal.stamp.prefix_hash)
+        decoded = Draft.decode(proposal.body, key, info.vocabulary_size)
+        most = min(MAX_NUM_DRAFT_TOKENS, info.max_context - len(self.held.tokens))
+        count = len(decoded[0].token_ids)
+        if count != proposal.num_draft_tokens or count > most:
+            value = f"{proposal.num_draft_tokens} with {count} in the body"
+            raise InvalidRequestError.of("proposal.num_draft_tokens", value, f"equal numbers, at most {most}")
+        return decoded
+
+    async def _decode(
+        self, stamp: common_pb2.Stamp, num_tokens: int, timer: Timer, work: Work, context: Context
+    ) -> None:
         """One verdict for each plain token; token j is round stamp.round + j."""
-        held = self._held
+        held = self.held
         held.check_epoch(stamp)
         if stamp.round <= held.round:
             log.info("stale decode dropped", session=held.session_id, round=stamp.round)
             work.dropped()
             return
-        room = self._worker.model.info.max_context - len(held.tokens)
+        room = self._model.info.max_context - len(held.tokens)
         if not 1 <= num_tokens <= room:
             raise InvalidRequestError.of(
                 "decode.num_tokens", num_tokens, f"1 to {room}, what the context leaves"
             )
         work.granted(num_tokens)
-        for round_number in range(stamp.round, stamp.round + num_tokens):
-            verdict = await self._verdict(round_number, Draft.certain(()), Timer())
-            work.decoded(verdict)
-            await context.write(target_pb2.TargetSessionResponse(verdict=verdict))
+        loop = asyncio.get_running_loop()
+        drawn: asyncio.Queue[tuple[int, Verified, common_pb2.ServerTimings] | None] = asyncio.Queue()
 
-    def close(self, request: target_pb2.TargetSessionRequest) -> int:
-        """The final cut: the committed length is shortened to base_length; returns what stays held."""
-        held = self._held
-        held.check_epoch(request.stamp)
-        if request.stamp.base_length > len(held.tokens):
-            held.check_prefix(request.stamp)
-        held.tokens.truncate(request.stamp.base_length)
-        if not request.close.keep_handle:
-            self._lease_s = 0
-        return len(held.tokens) if self._lease_s else 0
+        def emit(round_number: int, verified: Verified) -> None:
+            loop.call_soon_threadsafe(drawn.put_nowait, (round_number, verified, timer.lap()))
 
-    def detach(self) -> None:
-        self._worker.handles.detach(self._held, self._lease_s)
+        rounds = range(stamp.round, stamp.round + num_tokens)
+        steps = decode(self._model, held.state, held.tokens[:], self._drawing, rounds, timer, emit)
+        job = asyncio.create_task(self.run(steps, timer))
+        job.add_done_callback(lambda _: drawn.put_nowait(None))
+        try:
+            while (token := await drawn.get()) is not None:
+                self.check_fence()
+                round_number, verified, timings = token
+                verdict = self._commit(round_number, verified)
+                verdict.timings.CopyFrom(timings)
+                work.decoded(verdict)
+                await context.write(target_pb2.TargetSessionResponse(verdict=verdict))
+            await job
+        finally:
+            job.cancel()
 
-    async def _verdict(self, round_number: int, draft: Draft, timer: Timer) -> common_pb2.Verdict:
-        held, worker = self._held, self._worker
-        verified = await self._run(
-            lambda: verify(worker.model, held.state, held.tokens, draft, self._drawing, round_number, timer),
-            timer,
-        )
-        outcome = verified.outcome
+    def _commit(self, round_number: int, verified: Verified) -> common_pb2.Verdict:
+        held, outcome = self.held, verified.outcome
         held.tokens.extend(verified.committed)
         held.revision += 1
         held.round = round_number
         return common_pb2.Verdict(
             stamp=held.stamp(),
-            num_draft_tokens=len(draft.token_ids),
+            num_draft_tokens=outcome.num_draft_tokens,
             num_accepted=outcome.num_accepted,
-            path=outcome.path if draft.parents else (),
+            path=verified.path,
             token_ids=verified.committed,
             next_origin=outcome.next_origin.value,
             rule=verified.rule.value,
-            timings=timer.to_proto(),
             logprobs=[logprobs.to_proto() for logprobs in verified.logprobs],
         )
-
-    async def _run(self, job, timer: Timer):  # type: ignore[no-untyped-def]
-        """A job on the model thread; StaleError when the session got a new owner in the meantime."""
-        result = await self._worker.thread.run(job, timer)
-        if self._held.fenced:
-            self._held.check_epoch(self._held.stamp())
-        return result

@@ -1,17 +1,19 @@
-"""One pass of the target over a proposal, and the rule's decision on it."""
+"""What the target does with the KV of one session, pass by pass: take over a text, verify, decode."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from splitspec.engine.causal_lm import CausalLM
+from splitspec.engine.feed import PIECE, Feed
 from splitspec.engine.kv import KV
-from splitspec.model_thread import Timer
+from splitspec.engine.scheduler import Pass, Steps, Timer
 from splitspec.sampling.logprobs import Logprobs
 from splitspec.sampling.randomness import CounterNoise
 from splitspec.sampling.rows import ProcessedRows
+from splitspec.tokens import common_prefix
 from splitspec.types import Drawing, Rule
 from splitspec.verification.outcome import Outcome
 from splitspec.verification.rules import decide, rule_for
@@ -22,13 +24,32 @@ from splitspec.wire import Draft
 class Verified:
     """A draft's outcome, by `rule`. committed: the accepted tokens and the next one.
 
-    logprobs: of each of them, or none at all when they weren't asked for.
+    path: indices of the accepted tokens of a tree; empty for a chain. logprobs: of each committed token, or
+    none at all when they weren't asked for.
     """
 
     outcome: Outcome
     rule: Rule
     committed: tuple[int, ...]
+    path: tuple[int, ...]
     logprobs: tuple[Logprobs, ...]
+
+
+def take_over(model: CausalLM, kv: KV, tokens: Sequence[int]) -> Steps[int]:
+    """Make the KV hold all of the tokens, which are final, but the last; how many it had already.
+
+    What it holds of another text is dropped; an empty one begins with what other sessions have left.
+    """
+    kv.wake()
+    most = len(tokens) - 1
+    kv.truncate(min(common_prefix(kv.token_ids, tokens), most))
+    if not kv.length:
+        kv.adopt(tokens[:most], PIECE)
+    cached = kv.length
+    if cached < most:
+        yield Pass(model, Feed(kv, tokens[cached:most], 0))
+    kv.finalise(most)
+    return cached
 
 
 def verify(
@@ -39,13 +60,14 @@ def verify(
     drawing: Drawing,
     round_number: int,
     timer: Timer,
-) -> Verified:
-    """Verify a draft on the committed tokens in one forward pass over K+1 positions; K = 0 is plain decoding.
+) -> Steps[Verified]:
+    """Verify a draft on the committed tokens in one pass over K+1 positions; K = 0 is plain decoding.
 
     kv holds all committed tokens but the last, before and after: rejected tokens are rolled back.
     """
     base_length = len(tokens)
-    logits = model.forward(kv, [tokens[-1], *draft.token_ids], num_rows=len(draft.token_ids) + 1)
+    fed = [tokens[-1], *draft.token_ids]
+    logits = yield Pass(model, Feed(kv, fed, len(fed), draft.parents))
     started = time.perf_counter()
     rows = ProcessedRows(logits, drawing, tokens, draft.paths)
     outcome = decide(drawing.rule, rows, draft, base_length, CounterNoise(drawing.seed, round_number))
@@ -54,6 +76,27 @@ def verify(
     if drawing.sampling.logprobs is not None:
         visited = [0, *(node + 1 for node in outcome.path)]
         logprobs = tuple(rows.logprobs(row, token) for row, token in zip(visited, committed, strict=True))
+    if draft.parents:
+        kv.keep_path(base_length - 1, outcome.path)
+    else:
+        kv.truncate(base_length + outcome.num_accepted)
     timer.sampling_s += time.perf_counter() - started
-    model.truncate(kv, base_length + outcome.num_accepted)
-    return Verified(outcome, rule_for(drawing.rule, draft), committed, logprobs)
+    path = outcome.path if draft.parents else ()
+    return Verified(outcome, rule_for(drawing.rule, draft), committed, path, logprobs)
+
+
+def decode(
+    model: CausalLM,
+    kv: KV,
+    tokens: Sequence[int],
+    drawing: Drawing,
+    rounds: Iterable[int],
+    timer: Timer,
+    emit: Callable[[int, Verified], None],
+) -> Steps[None]:
+    """A plain token for each of the rounds, behind `tokens`; each is told as soon as it is there."""
+    text = list(tokens)
+    for round_number in rounds:
+        verified = yield from verify(model, kv, text, Draft.certain(()), drawing, round_number, timer)
+        text.extend(verified.committed)
+        emit(round_number, verified)

@@ -135,8 +135,8 @@ def test_a_missing_setting_is_named() -> None:
     [
         ("modle = 'm'", "modle in FILE is unknown, expected model"),
         (
-            "[target]\nprompt_chunks = 1",
-            "prompt_chunks in [target] of FILE is unknown, expected prompt_chunk",
+            "[target]\nmax_position = 1",
+            "max_position in [target] of FILE is unknown, expected max_positions",
         ),
         ("[draft]\nmodel = 'm'", "model in [draft] of FILE is unknown, expected one of: advertise, "),
         ("[targets]\nport = 1", "targets in FILE is unknown, expected target"),

@@ -176,3 +176,30 @@ def test_other_tokens_of_the_same_length_are_noticed(store: HandleStore[list[int
     for tokens in ([1, 3], [1], [1, 2, 3]):
         with pytest.raises(OutOfSyncError, match=f"base_length is {len(tokens)}"):
             held.check_prefix(stamp(tokens=tokens))
+
+
+def test_every_state_is_let_go_of_once(clock: Clock) -> None:
+    gone: list[list[int]] = []
+    store: HandleStore[list[int]] = HandleStore(2, clock, let_go=gone.append)
+
+    def attach(name: str, epoch: int = 1, handle: str = "") -> Held[list[int]]:
+        stamp = common_pb2.Stamp(session_id=name, epoch=epoch)
+        return store.attach(stamp, handle, "t", lambda: [len(name)])
+
+    without_lease, released = attach("a"), attach("bb")
+    store.detach(without_lease, 0)
+    assert gone == [[1]]
+    assert store.release(released.handle, common_pb2.Stamp(session_id="bb", epoch=1))
+    store.detach(released, 5)
+    assert gone == [[1], [2]]
+    expiring, taken_over = attach("ccc"), attach("dddd")
+    store.detach(expiring, 5)
+    newer = attach("dddd", 2, taken_over.handle)
+    store.detach(taken_over, 0)
+    assert gone == [[1], [2]]
+    attach("eeeee")  # makes room
+    assert gone == [[1], [2], [3]]
+    store.detach(newer, 5)
+    clock.now += 10
+    store.reap()
+    assert gone == [[1], [2], [3], [4]]

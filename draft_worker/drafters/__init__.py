@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from draft_worker.drafters.base import Drafter, Kind
+from draft_worker.drafters.base import Drafter, Kind, Loading
 from splitspec.errors import ConfigError
 
 # By module name, imported when used: a worker that only looks up prompts needs no torch.
@@ -51,10 +51,10 @@ class DrafterSpec:
         return cls(kind_name, checkpoint, options.pop("name", kind_name), options)
 
 
-def build_drafter(spec: DrafterSpec, *, dtype: str, device: str) -> Drafter:
+def build_drafter(spec: DrafterSpec, loading: Loading) -> Drafter:
     """The drafter, its model loaded. Raises ConfigError for what can only be seen then."""
     build = _kind(spec.kind).build
-    return build(spec.name, spec.checkpoint, dtype=dtype, device=device, **spec.options)
+    return build(spec.name, spec.checkpoint, loading, **spec.options)
 
 
 def _kind(name: str) -> Kind:
@@ -82,4 +82,4 @@ def _wrong(text: str, expected: str) -> ConfigError:
     return ConfigError(f"drafters has {text!r}, expected {expected}", field="drafters")
 
 
-__all__ = ["Drafter", "DrafterSpec", "build_drafter"]
+__all__ = ["Drafter", "DrafterSpec", "Loading", "build_drafter"]

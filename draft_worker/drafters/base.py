@@ -12,24 +12,28 @@ from splitspec.wire import Draft
 
 if TYPE_CHECKING:
     from draft_worker.drawing import DraftCounterNoise
-
-_BLOCK = 256
+    from splitspec.engine.scheduler import Steps
 
 
 class Drafter(Protocol):
-    """A way to propose tokens. One thread makes all calls; a state is opaque and belongs to one session."""
+    """A way to propose tokens. A state is opaque and belongs to one session.
+
+    `feed` and `propose` are jobs of the worker's scheduler: what they do runs on its thread, and they yield
+    the passes that they need, so that sessions draft in step.
+    """
 
     @property
     def info(self) -> draft_pb2.DrafterInfo: ...
 
-    def open(self) -> Any:
-        """The state of a new session, which holds no tokens."""
+    def open(self, tenant: str = "") -> Any:
+        """The state of a new session, which holds no tokens. Nothing is shared across tenants."""
         ...
 
-    def feed(self, state: Any, token_ids: Sequence[int]) -> None:
+    def feed(self, state: Any, token_ids: Sequence[int]) -> Steps[int]:
         """Make the state hold exactly the session's committed tokens: all of them are passed.
 
-        What it held before may be longer, shorter or different; the common prefix is kept.
+        What it held before may be longer, shorter or different; the common prefix is kept. Returns how
+        many tokens needn't be fed.
         """
         ...
 
@@ -40,12 +44,20 @@ class Drafter(Protocol):
         num_draft_tokens: int,
         drawing: Drawing,
         noise: DraftCounterNoise,
-    ) -> Draft:
+    ) -> Steps[Draft]:
         """A proposal on the committed tokens, of at most `num_draft_tokens`; empty when it has none.
 
         Its length must not depend on the values drawn, and each distribution must be the one that its
         token was drawn from: else the output is no longer the target's.
         """
+        ...
+
+    def rest(self, state: Any) -> None:
+        """Nobody works on the session for now: what it holds may go where room is needed."""
+        ...
+
+    def free(self, state: Any) -> None:
+        """The session has ended."""
         ...
 
     def held_tokens(self, state: Any) -> int:
@@ -56,16 +68,21 @@ class Drafter(Protocol):
         """Bytes of KV that the state holds; 0 for a drafter without KV."""
         ...
 
-    def close(self, state: Any) -> None:
-        """Let go of all that the state holds."""
-        ...
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How drafters' models are loaded: see `CausalLM.load`."""
+
+    dtype: str
+    device: str
+    kv_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
     """What a drafter's file declares: its `KIND`.
 
-    build: called as build(name, checkpoint, dtype=, device=, **options); raises ConfigError.
+    build: called as build(name, checkpoint, loading, **options); raises ConfigError.
     options: for each option the function that reads its text, or raises ValueError saying what it expects.
     """
 
@@ -79,17 +96,3 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError("a whole number, at least 1")
     return int(text)
-
-
-def common_prefix(held: Sequence[int], committed: Sequence[int]) -> int:
-    """How many leading tokens are the same.
-
-    It starts from the first token each time: a cut may have replaced tokens anywhere since the last call.
-    By blocks that costs some 50 us for 8,000 tokens.
-    """
-    shorter = min(len(held), len(committed))
-    for start in range(0, shorter, _BLOCK):
-        end = min(start + _BLOCK, shorter)
-        if held[start:end] != committed[start:end]:
-            return next(i for i in range(start, end) if held[i] != committed[i])
-    return shorter

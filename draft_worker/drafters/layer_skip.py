@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import asdict
 
-from draft_worker.drafters.base import Kind
+from draft_worker.drafters.base import Kind, Loading
 from draft_worker.drafters.model import ModelDrafter
 from splitspec.engine.causal_lm import CausalLM
 from splitspec.engine.loading import count_layers
@@ -31,7 +32,7 @@ def _layers(text: str) -> list[int]:
 
 
 def _build(
-    name: str, checkpoint: str, *, dtype: str, device: str, skip: Collection[int] | None = None
+    name: str, checkpoint: str, loading: Loading, *, skip: Collection[int] | None = None
 ) -> ModelDrafter:
     directory = resolve_model(checkpoint)
     count = count_layers(directory, checkpoint)
@@ -43,7 +44,7 @@ def _build(
             f"layers 0 to {count - 1} of {checkpoint}",
             field="drafters",
         )
-    model = CausalLM.load(directory, name=checkpoint, dtype=dtype, device=device, keep_layers=keep)
+    model = CausalLM.load(directory, name=checkpoint, keep_layers=keep, **asdict(loading))
     return ModelDrafter(model, name, "layer_skip")
 
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from draft_worker.drafters.base import Kind, common_prefix, positive
+from draft_worker.drafters.base import Kind, Loading, positive
 from protos.v1 import draft_pb2
 from splitspec.errors import ConfigError
+from splitspec.tokens import common_prefix
 from splitspec.types import Drawing
 from splitspec.wire import Draft
 
 if TYPE_CHECKING:
     from draft_worker.drawing import DraftCounterNoise
+    from splitspec.engine.scheduler import Steps
 
 
 class LookupState:
@@ -35,19 +37,22 @@ class LookupDrafter:
         self.info = draft_pb2.DrafterInfo(name=name, kind="lookup")
         self._lengths = range(max_ngram, min_ngram - 1, -1)
 
-    def open(self) -> LookupState:
+    def open(self, tenant: str = "") -> LookupState:
         return LookupState()
 
-    def feed(self, state: LookupState, token_ids: Sequence[int]) -> None:
+    def feed(self, state: LookupState, token_ids: Sequence[int]) -> Steps[int]:
         """See Drafter. A cut, which is rare, rebuilds the index: it keeps no older positions."""
+        yield from ()
         if common_prefix(state.tokens, token_ids) < len(state.tokens):
-            self.close(state)
-        tokens = state.tokens
-        for position, token in enumerate(token_ids[len(tokens) :], start=len(tokens)):
+            state.tokens.clear()
+            state.followers.clear()
+        tokens, held = state.tokens, len(state.tokens)
+        for position, token in enumerate(token_ids[held:], start=held):
             for length in self._lengths:
                 if length <= position:
                     state.followers[tuple(tokens[-length:])] = position
             tokens.append(token)
+        return held
 
     def propose(
         self,
@@ -56,10 +61,10 @@ class LookupDrafter:
         num_draft_tokens: int,
         drawing: Drawing,
         noise: DraftCounterNoise,
-    ) -> Draft:
+    ) -> Steps[Draft]:
         """See Drafter. Always full length or empty: a match near the end goes on into the proposal itself,
         as a repeating text does."""
-        self.feed(state, token_ids)
+        yield from self.feed(state, token_ids)
         tokens, count = state.tokens, len(state.tokens)
         matches = (
             state.followers.get(tuple(tokens[-length:])) for length in self._lengths if length <= count
@@ -73,19 +78,21 @@ class LookupDrafter:
             continued.append(continued[-period])
         return Draft.certain(continued)
 
+    def rest(self, state: LookupState) -> None:
+        """See Drafter. It holds next to nothing."""
+
+    def free(self, state: LookupState) -> None:
+        """See Drafter. Nothing refers to the state any more."""
+
     def held_tokens(self, state: LookupState) -> int:
         return len(state.tokens)
 
     def held_bytes(self, state: LookupState) -> int:
         return 0
 
-    def close(self, state: LookupState) -> None:
-        state.tokens.clear()
-        state.followers.clear()
-
 
 def _build(
-    name: str, checkpoint: str, *, dtype: str, device: str, max_ngram: int = 4, min_ngram: int = 1
+    name: str, checkpoint: str, loading: Loading, *, max_ngram: int = 4, min_ngram: int = 1
 ) -> LookupDrafter:
     if min_ngram > max_ngram:
         raise ConfigError(

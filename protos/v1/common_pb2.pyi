@@ -877,6 +877,7 @@ class ModelInfo(_message.Message):
     VOCABULARY_SIZE_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    DETERMINISTIC_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Hub id, directory or file name that it was loaded from."""
     fingerprint: _builtins.str
@@ -891,6 +892,10 @@ class ModelInfo(_message.Message):
     """Number of ids in that table."""
     max_context: _builtins.int
     """Longest context in tokens."""
+    deterministic: _builtins.bool
+    """A position's logits have the same bits whatever else is in the pass, as a test at load has found: so text
+    of greedy and seeded requests is the same with speculation on and off, alone and beside others.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end a generation."""
@@ -906,10 +911,11 @@ class ModelInfo(_message.Message):
         vocabulary_size: _builtins.int = ...,
         max_context: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        deterministic: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_context", b"max_context", "name", b"name", "vocabulary_hash", b"vocabulary_hash", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_context", b"max_context", "name", b"name", "vocabulary_hash", b"vocabulary_hash", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -925,6 +931,10 @@ class WorkerLoad(_message.Message):
     HANDLES_FIELD_NUMBER: _builtins.int
     KV_TOKENS_FIELD_NUMBER: _builtins.int
     KV_BYTES_FIELD_NUMBER: _builtins.int
+    KV_BLOCKS_USED_FIELD_NUMBER: _builtins.int
+    KV_BLOCKS_SHARED_FIELD_NUMBER: _builtins.int
+    KV_BLOCKS_CACHED_FIELD_NUMBER: _builtins.int
+    KV_BLOCKS_FREE_FIELD_NUMBER: _builtins.int
     live_sessions: _builtins.int
     """Sessions with an open stream."""
     handles: _builtins.int
@@ -933,6 +943,14 @@ class WorkerLoad(_message.Message):
     """Tokens of KV that are held."""
     kv_bytes: _builtins.int
     """Bytes of KV that are held."""
+    kv_blocks_used: _builtins.int
+    """Blocks of KV that some session holds."""
+    kv_blocks_shared: _builtins.int
+    """Those of them that several sessions hold."""
+    kv_blocks_cached: _builtins.int
+    """Blocks that no session holds, kept for a text that begins alike until their room is needed."""
+    kv_blocks_free: _builtins.int
+    """Blocks without content."""
     def __init__(
         self,
         *,
@@ -940,10 +958,14 @@ class WorkerLoad(_message.Message):
         handles: _builtins.int = ...,
         kv_tokens: _builtins.int = ...,
         kv_bytes: _builtins.int = ...,
+        kv_blocks_used: _builtins.int = ...,
+        kv_blocks_shared: _builtins.int = ...,
+        kv_blocks_cached: _builtins.int = ...,
+        kv_blocks_free: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handles", b"handles", "kv_bytes", b"kv_bytes", "kv_tokens", b"kv_tokens", "live_sessions", b"live_sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handles", b"handles", "kv_blocks_cached", b"kv_blocks_cached", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_shared", b"kv_blocks_shared", "kv_blocks_used", b"kv_blocks_used", "kv_bytes", b"kv_bytes", "kv_tokens", b"kv_tokens", "live_sessions", b"live_sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

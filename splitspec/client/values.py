@@ -168,7 +168,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A target model. fingerprint: hash of weights, element type and device class."""
+    """A target model. fingerprint: hash of weights, element type and device class.
+
+    deterministic: a position's logits have the same bits whatever else is in the pass.
+    """
 
     name: str
     fingerprint: str
@@ -178,6 +181,7 @@ class ModelInfo:
     vocabulary_size: int
     max_context: int
     eos_token_ids: tuple[int, ...]
+    deterministic: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from splitspec.errors import ConfigError, OverloadedError
+
+if TYPE_CHECKING:
+    from splitspec.engine.kv import KV
 
 _RETRY_AFTER_S = 1.0
 
@@ -34,7 +40,7 @@ class BlockPool:
     then stays, also without holders, until its room is needed: least recently used first. A block that
     is registered or has several holders is shared, and is never written.
 
-    Not thread-safe, except `give_back`.
+    Not thread-safe, but for `give_back` and the counts.
     """
 
     def __init__(
@@ -73,43 +79,55 @@ class BlockPool:
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._resting: weakref.WeakValueDictionary[int, KV] = weakref.WeakValueDictionary()
+        #: Levels are read by other threads.
+        self._lock = threading.RLock()
         self._returned: deque[list[int]] = deque()
 
     @property
     def num_used(self) -> int:
         """Blocks that some KV holds."""
-        self._collect()
-        return len(self._holders)
+        with self._lock:
+            self._collect()
+            return len(self._holders)
 
     @property
     def num_shared(self) -> int:
         """Blocks that several KVs hold."""
-        self._collect()
-        return sum(count > 1 for count in self._holders.values())
+        with self._lock:
+            self._collect()
+            return sum(count > 1 for count in self._holders.values())
 
     @property
     def num_cached(self) -> int:
         """Registered blocks that no KV holds."""
-        self._collect()
-        return len(self._evictable)
+        with self._lock:
+            self._collect()
+            return len(self._evictable)
 
     @property
     def num_free(self) -> int:
         """Blocks without content; those that could be evicted aren't counted."""
-        self._collect()
-        return len(self._unused) + self.num_blocks - self._untouched
+        with self._lock:
+            self._collect()
+            return len(self._unused) + self.num_blocks - self._untouched
 
     def allocate(self, count: int) -> list[int]:
         """Blocks of zeros with one holder each. Raises OverloadedError, with nothing changed."""
         room = self.num_free + len(self._evictable)
+        while count > room and (resting := next(iter(self._resting.values()), None)):
+            self.wake(resting)
+            resting.truncate(0)
+            room = self.num_free + len(self._evictable)
         if count > room:
             raise OverloadedError(
                 f"{count} blocks of KV are needed, but {room} of {self.num_blocks} are free or evictable; "
                 "try again when other sessions have ended",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        blocks = [self._take() for _ in range(count)]
-        self._holders.update(blocks)
+        with self._lock:
+            blocks = [self._take() for _ in range(count)]
+            self._holders.update(blocks)
         if blocks:
             # Rows that were never written are masked, but 0 times a stale infinity isn't 0.
             index = torch.tensor(blocks, device=self.device)
@@ -128,21 +146,31 @@ class BlockPool:
         del self._block_of[self._key_of.pop(block)]
         return block
 
+    def rest(self, kv: KV) -> None:
+        """Take its blocks back where room is needed; of several the one that has rested longest first."""
+        self.wake(kv)
+        self._resting[id(kv)] = kv
+
+    def wake(self, kv: KV) -> None:
+        self._resting.pop(id(kv), None)
+
     def hold(self, block: int) -> None:
         """One more holder of a block that is held or registered."""
-        self._evictable.pop(block, None)
-        self._holders[block] += 1
+        with self._lock:
+            self._evictable.pop(block, None)
+            self._holders[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """One holder less of each. The last of a text are let go first, so that they are evicted first."""
-        for block in reversed(list(blocks)):
-            self._holders[block] -= 1
-            if not self._holders[block]:
-                del self._holders[block]
-                if block in self._key_of:
-                    self._evictable[block] = None
-                else:
-                    self._unused.append(block)
+        with self._lock:
+            for block in reversed(list(blocks)):
+                self._holders[block] -= 1
+                if not self._holders[block]:
+                    del self._holders[block]
+                    if block in self._key_of:
+                        self._evictable[block] = None
+                    else:
+                        self._unused.append(block)
 
     def give_back(self, blocks: list[int]) -> None:
         """Release from any thread: it takes effect with the next look at the pool."""
@@ -160,8 +188,9 @@ class BlockPool:
 
     def find(self, key: bytes) -> int | None:
         """The block registered under a key."""
-        self._collect()
-        return self._block_of.get(key)
+        with self._lock:
+            self._collect()
+            return self._block_of.get(key)
 
     def copy_rows(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy keys and values of single tokens; [2, tokens] of (block, row in block) each."""

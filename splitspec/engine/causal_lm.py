@@ -68,6 +68,7 @@ class CausalLM:
         self._slabs = slabs
         self._queries_per_key = found.queries_per_key
         self.deterministic = rows_are_independent(self)
+        info.deterministic = self.deterministic
 
     @classmethod
     def load(

@@ -12,6 +12,8 @@ from splitspec.engine.kv import KV
 #: in any way. With more rows a processor with tile registers takes another kernel in bfloat16: several times
 #: faster, and other bits. Longer feeds, chunks of prompts, are therefore products of their own.
 LONGEST_SHORT_FEED = 32
+#: Prompts are fed in pieces that end at multiples of it, so that the same text is fed in the same pieces.
+PIECE = 128
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -50,9 +50,21 @@ class KV:
         self.token_ids.clear()
         self.num_tree_tokens = 0
 
-    def adopt(self, token_ids: Sequence[int]) -> None:
-        """Hold the registered blocks that an empty KV's text starts with."""
+    def rest(self) -> None:
+        """Nobody works on the session for now: where room is needed, its blocks may be taken back."""
+        self._pool.rest(self)
+
+    def wake(self) -> None:
+        """The session is worked on again. It holds what it held, or nothing."""
+        self._pool.wake(self)
+
+    def adopt(self, token_ids: Sequence[int], multiple: int = 1) -> None:
+        """Hold the registered blocks that an empty KV starts with, up to a multiple of so many tokens."""
         assert not self.token_ids
+        self._adopt(token_ids)
+        self.truncate(self.length // multiple * multiple)
+
+    def _adopt(self, token_ids: Sequence[int]) -> None:
         size = self._pool.block_size
         for start in range(0, len(token_ids) - size + 1, size):
             key = block_key(self._keys[-1], token_ids[start : start + size])

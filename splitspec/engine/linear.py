@@ -55,7 +55,7 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, slabs: Slabs) -> None:
         super().__init__()
         self.out_features = len(weight)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), LONGEST_SHORT_FEED)
         self._bias = None if bias is None else bias.detach()
         self._slabs = slabs
 

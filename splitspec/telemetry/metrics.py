@@ -73,11 +73,15 @@ class Metrics:
         self._levels[metric] = read
 
     def watch_load(self, read: Callable[[], common_pb2.WorkerLoad]) -> None:
-        """Read a worker's four gauges from its load."""
+        """Read a worker's gauges from its load."""
         self.watch(names.LIVE_SESSIONS, lambda: read().live_sessions)
         self.watch(names.HANDLES, lambda: read().handles)
         self.watch(names.KV_TOKENS, lambda: read().kv_tokens)
         self.watch(names.KV_MEMORY, lambda: read().kv_bytes)
+        self.watch(names.KV_BLOCKS_USED, lambda: read().kv_blocks_used)
+        self.watch(names.KV_BLOCKS_SHARED, lambda: read().kv_blocks_shared)
+        self.watch(names.KV_BLOCKS_CACHED, lambda: read().kv_blocks_cached)
+        self.watch(names.KV_BLOCKS_FREE, lambda: read().kv_blocks_free)
 
     def _create(self, meter: Meter, metric: Metric) -> None:
         if metric.kind is Kind.HISTOGRAM:

@@ -333,6 +333,19 @@ HANDLES = Metric(
     "splitspec.handles", Kind.GAUGE, "{handle}", "Handles that a worker keeps, with or without a stream."
 )
 KV_TOKENS = Metric("splitspec.kv_tokens", Kind.GAUGE, "{token}", "Tokens of KV that a worker holds.")
+KV_BLOCKS_USED = Metric(
+    "splitspec.kv_blocks_used", Kind.GAUGE, "{block}", "Blocks of KV that some session holds."
+)
+KV_BLOCKS_SHARED = Metric(
+    "splitspec.kv_blocks_shared", Kind.GAUGE, "{block}", "Blocks of KV that several sessions hold."
+)
+KV_BLOCKS_CACHED = Metric(
+    "splitspec.kv_blocks_cached",
+    Kind.GAUGE,
+    "{block}",
+    "Blocks of KV that no session holds, kept for a text that begins alike until their room is needed.",
+)
+KV_BLOCKS_FREE = Metric("splitspec.kv_blocks_free", Kind.GAUGE, "{block}", "Blocks of KV without content.")
 KV_MEMORY = Metric("splitspec.kv_memory", Kind.GAUGE, "By", "Memory of the KV that a worker holds.")
 ROUND_DURATION = Metric(
     "splitspec.round.duration",

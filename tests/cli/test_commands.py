@@ -82,9 +82,9 @@ def test_serve_shows_the_flags_of_the_server_itself(role: str) -> None:
 
 
 def test_serve_passes_flags_and_exit_code_on() -> None:
-    done = splitspec("serve", "target", "--model", "m", "--prompt-chunk", "none")
+    done = splitspec("serve", "target", "--model", "m", "--max-positions", "none")
     assert done.returncode == 2
-    assert "--prompt-chunk" in sentence(done)
+    assert "--max-positions" in sentence(done)
     assert "'none'" in sentence(done)
 
 

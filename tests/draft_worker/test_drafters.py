@@ -13,17 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_worker.drafters import Drafter, DrafterSpec, build_drafter
-from draft_worker.drafters.base import common_prefix
+from draft_worker.drafters import Drafter, DrafterSpec, Loading, build_drafter
 from draft_worker.drafters.layer_skip import middle_layers
 from draft_worker.drafters.lookup import LookupDrafter
 from draft_worker.drafters.model import ModelDrafter
 from draft_worker.drawing import DraftCounterNoise
 from splitspec.engine.causal_lm import CausalLM
+from splitspec.engine.feed import Feed
+from splitspec.engine.scheduler import run_alone
 from splitspec.errors import ConfigError
 from splitspec.sampling.distribution import probabilities
 from splitspec.sampling.randomness import Purpose
-from splitspec.tokens import TokenLog
+from splitspec.tokens import TokenLog, common_prefix
 from splitspec.types import DRAFT_SUPPORT, Rule, Sampling
 from splitspec.wire import Draft
 from tests.drawings import drawing_of
@@ -49,12 +50,12 @@ def drafter(model: CausalLM) -> ModelDrafter:
 
 
 def build(text: str) -> Drafter:
-    return build_drafter(DrafterSpec.parse(text), dtype="float32", device="cpu")
+    return build_drafter(DrafterSpec.parse(text), Loading("float32", "cpu"))
 
 
 def propose(drafter: Drafter, state: Any, tokens: Sequence[int], count: int, sampling: Sampling) -> Draft:
     noise = DraftCounterNoise(7, len(tokens))
-    return drafter.propose(state, tokens, count, drawing_of(sampling), noise)
+    return run_alone(drafter.propose(state, tokens, count, drawing_of(sampling), noise))
 
 
 def assert_same_proposal(actual: Draft, expected: Draft) -> None:
@@ -86,8 +87,8 @@ class TestState:
                 assert len(draft.token_ids) == num_draft_tokens
                 correction = 96 - (draft.token_ids[num_accepted] if num_accepted < num_draft_tokens else 0)
                 tokens.extend([*draft.token_ids[:num_accepted], correction])
-            drafter.feed(state, tokens)
-            assert state.tokens == list(tokens)
+            run_alone(drafter.feed(state, tokens))
+            assert state.kv.token_ids == list(tokens)
             assert drafter.held_tokens(state) == len(tokens)
 
             fresh = drafter.open()
@@ -100,7 +101,7 @@ class TestState:
         tokens = tiny.text(9)
         propose(drafter, state, tokens, 4, GREEDY)
         for changed in (tokens[:cut], [*tokens[:cut], 5, 6, 7]):
-            drafter.feed(state, changed)
+            run_alone(drafter.feed(state, changed))
             assert drafter.held_tokens(state) == len(changed)
             again = propose(drafter, state, changed, 4, GREEDY)
             assert_same_proposal(again, propose(drafter, drafter.open(), changed, 4, GREEDY))
@@ -108,36 +109,38 @@ class TestState:
     def test_a_cut_that_no_call_saw(self, drafter: ModelDrafter) -> None:
         """Committed tokens may be cut and replaced between two calls: nothing of them is trusted."""
         state = drafter.open()
-        drafter.feed(state, tiny.text(20))
+        run_alone(drafter.feed(state, tiny.text(20)))
         replaced = tiny.text(20)[:12] + tiny.text(15, seed=1)
         again = propose(drafter, state, replaced, 3, GREEDY)
         assert_same_proposal(again, propose(drafter, drafter.open(), replaced, 3, GREEDY))
 
     def test_nothing_is_fed_twice(self, drafter: ModelDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
         fed: list[int] = []
-        forward = CausalLM.forward
-        monkeypatch.setattr(
-            CausalLM,
-            "forward",
-            lambda self, kv, ids, rows: fed.append(len(ids)) or forward(self, kv, ids, rows),  # type: ignore[func-returns-value]
-        )
+        forward = CausalLM.forward_batch
+
+        def counting(self: CausalLM, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+            fed.extend(len(feed.token_ids) for feed in feeds)
+            return forward(self, feeds)
+
+        monkeypatch.setattr(CausalLM, "forward_batch", counting)
         state = drafter.open()
         tokens = tiny.text(9)
-        drafter.feed(state, tokens)
+        run_alone(drafter.feed(state, tokens))
         draft = propose(drafter, state, tokens, 3, GREEDY)
         assert fed == [9, 1, 1]
         # All accepted, and a bonus: the last draft token and the bonus are missing.
         propose(drafter, state, [*tokens, *draft.token_ids, 50], 1, GREEDY)
         assert fed == [9, 1, 1, 2]
 
-    def test_close_lets_go_of_the_kv(self, drafter: ModelDrafter) -> None:
+    def test_a_state_that_is_dropped_gives_its_kv_back(self, drafter: ModelDrafter, model: CausalLM) -> None:
+        used = model.pool.num_used
         state = drafter.open()
         assert drafter.held_bytes(state) == 0
-        drafter.feed(state, tiny.text(9))
+        run_alone(drafter.feed(state, tiny.text(9)))
         assert drafter.held_bytes(state) > 0
-        drafter.close(state)
-        assert (drafter.held_tokens(state), drafter.held_bytes(state)) == (0, 0)
-        assert len(propose(drafter, state, tiny.text(9), 2, GREEDY).token_ids) == 2
+        assert model.pool.num_used > used
+        del state
+        assert model.pool.num_used == used
 
 
 class TestContext:
@@ -150,7 +153,7 @@ class TestContext:
             tokens = tiny.text(length)
             draft = propose(drafter, state, tokens, num_draft_tokens, GREEDY)
             assert len(draft.token_ids) == max(0, min(num_draft_tokens, longest - length + 1))
-            drafter.feed(state, tokens)
+            run_alone(drafter.feed(state, tokens))
             assert drafter.held_tokens(state) == (length if length <= longest else 0)
         # A cut brings the session back within the context.
         back = propose(drafter, state, tiny.text(20), 2, GREEDY)
@@ -194,7 +197,7 @@ class TestDraw:
         tokens = tiny.text(9)
         q = propose(drafter, drafter.open(), tokens, 1, sampling).distributions[0]
         assert q is not None
-        full = probabilities(model.forward(model.new_kv(), tokens, 1), sampling)[0].numpy()
+        full = probabilities(model.forward(model.new_kv(), tokens, 1)[0], sampling).numpy()
         kept = np.argsort(-full, kind="stable")[: min(DRAFT_SUPPORT, np.count_nonzero(full))]
         assert sorted(q.ids.tolist()) == sorted(kept.tolist())
         weights = np.maximum(1, np.rint(65535 * (full[q.ids] / full.max())))
@@ -207,15 +210,17 @@ class TestDraw:
         for values in ([0, 0], [70000, 0]):
             drawn: dict[int, int] = {}
             noise = EveryDraw(values)
-            draft = drafter.propose(state, tiny.text(9), 2, drawing_of(sampling), noise)
+            draft = run_alone(drafter.propose(state, tiny.text(9), 2, drawing_of(sampling), noise))
             q = draft.distributions[1]
             assert q is not None
             assert noise.bounds[1] == q.total
             edges = np.concatenate([[0], np.cumsum(q.weights, dtype=np.int64)])
             for low, high in itertools.pairwise(edges.tolist()):
                 first, last = (
-                    drafter.propose(
-                        state, tiny.text(9), 2, drawing_of(sampling), EveryDraw([values[0], value])
+                    run_alone(
+                        drafter.propose(
+                            state, tiny.text(9), 2, drawing_of(sampling), EveryDraw([values[0], value])
+                        )
                     )
                     for value in (low, high - 1)
                 )
@@ -236,10 +241,10 @@ class TestDraw:
         """As the target would draw it if q were its distribution, at the token's position in the session."""
         tokens, noise = tiny.text(9), DraftCounterNoise(7, 1)
         drawing = drawing_of(SAMPLED, Rule.SHARED_NOISE)
-        draft = drafter.propose(drafter.open(), tokens, 3, drawing, noise)
+        draft = run_alone(drafter.propose(drafter.open(), tokens, 3, drawing, noise))
         assert draft.distributions == (None, None, None)
-        rows = probabilities(model.forward(model.new_kv(), [*tokens, *draft.token_ids], 4), SAMPLED)
-        assert draft.token_ids == tuple(noise.race(9 + i, rows[i]) for i in range(3))
+        rows = model.forward(model.new_kv(), [*tokens, *draft.token_ids], 4)
+        assert draft.token_ids == tuple(noise.race(9 + i, probabilities(rows[i], SAMPLED)) for i in range(3))
 
     def test_penalties_see_the_draft_tokens_before(self, drafter: ModelDrafter, model: CausalLM) -> None:
         tokens = tiny.text(9)
@@ -331,7 +336,7 @@ class TestLookup:
         drafter = LookupDrafter("lookup", 4, 1)
         state = drafter.open()
         tokens = list(range(8000))
-        drafter.feed(state, tokens)
+        run_alone(drafter.feed(state, tokens))
         index, size = state.followers, len(state.followers)
         propose(drafter, state, [*tokens, 8000, 8001], 4, GREEDY)
         assert state.followers is index
@@ -389,4 +394,4 @@ class TestSpec:
         with pytest.raises(ConfigError, match="min_ngram 5, expected at most max_ngram, 4"):
             build("lookup,min_ngram=5")
         with pytest.raises(ConfigError, match="dtype is 'int8'"):
-            build_drafter(DrafterSpec.parse(f"model={directory}"), dtype="int8", device="cpu")
+            build_drafter(DrafterSpec.parse(f"model={directory}"), Loading("int8", "cpu"))

@@ -171,3 +171,36 @@ def test_too_little_memory_for_one_block(directory: Path) -> None:
     with pytest.raises(ConfigError, match="kv_memory_bytes is 100, expected at least") as caught:
         tiny.load(directory, kv_memory_bytes=100)
     assert caught.value.field == "kv_memory_bytes"
+
+
+def test_a_session_that_rests_gives_way_and_is_fed_again(directory: Path) -> None:
+    """The one that rested longest first; one that woke, or never rested, keeps its blocks."""
+    model = small(directory, 6)
+    texts = [tiny.text(SIZE + 1, seed) for seed in range(3)]
+    kvs = [model.new_kv(str(seed)) for seed in range(3)]
+    for kv, text in zip(kvs, texts, strict=True):
+        model.forward(kv, text, 0)
+    kvs[0].rest()
+    kvs[1].rest()
+    kvs[0].wake()
+    kvs[0].rest()
+    assert [kv.length for kv in kvs] == [SIZE + 1] * 3
+    other = model.new_kv("other")
+    model.forward(other, tiny.text(SIZE), 0)
+    assert [kv.length for kv in kvs] == [SIZE + 1, 0, SIZE + 1]
+    kvs[0].wake()
+    with pytest.raises(OverloadedError):
+        model.forward(model.new_kv("more"), tiny.text(2 * SIZE), 0)
+    other.free()
+    expected = clean_rows(small(directory, 6), texts[1])
+    assert torch.equal(model.forward(kvs[1], texts[1], SIZE + 1), expected)
+
+
+def test_blocks_are_adopted_up_to_a_multiple(model: CausalLM) -> None:
+    text = tiny.text(3 * SIZE + 1)
+    kv = model.new_kv("a")
+    model.forward(kv, text, 0)
+    kv.finalise(len(text))
+    other = model.new_kv("a")
+    other.adopt(text, 2 * SIZE)
+    assert other.length == 2 * SIZE

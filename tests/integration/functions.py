@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from draft_worker.drafters.base import Drafter
 from draft_worker.drawing import DraftCounterNoise
 from splitspec.engine.causal_lm import CausalLM
-from splitspec.model_thread import Timer
+from splitspec.engine.scheduler import Timer, run_alone
 from splitspec.tokens import TokenLog
 from splitspec.types import Drawing
 from splitspec.wire import Draft
@@ -34,11 +34,10 @@ def speak(
         if min(k, remaining - 1) and round_number:  # the first round is plain
             round_number += 1
             noise = DraftCounterNoise(drawing.seed, round_number)
-            draft = drafter.propose(state, tokens, min(k, remaining - 1), drawing, noise)
+            draft = run_alone(drafter.propose(state, tokens, min(k, remaining - 1), drawing, noise))
         if not draft.token_ids:
             round_number += 1  # a plain round follows the one whose proposal was empty
-        verified = verify(target, kv, tokens, draft, drawing, round_number, Timer())
+        verified = run_alone(verify(target, kv, tokens, draft, drawing, round_number, Timer()))
         tokens.extend(verified.committed)
         accepted += verified.outcome.num_accepted
-    drafter.close(state)
     return Spoken(tokens[len(prompt) :], accepted)

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draft_worker.drafters import DrafterSpec, build_drafter
+from draft_worker.drafters import DrafterSpec, Loading, build_drafter
 from splitspec.cli.stack import Stack
 from splitspec.client import AsyncClient
 from splitspec.engine.causal_lm import CausalLM
@@ -51,7 +51,7 @@ async def test_five_thousand_sequences(tmp_path: Path) -> None:
     target_model, draft_model = save_model(tmp_path / "target", 1), save_model(tmp_path / "draft", 2)
     target = CausalLM.load(target_model, name="target", dtype="float32", device="cpu")
     drafters = {
-        name: build_drafter(DrafterSpec.parse(text), dtype="float32", device="cpu")
+        name: build_drafter(DrafterSpec.parse(text), Loading("float32", "cpu"))
         for name, text in {"lookup": "lookup", "model": f"model={draft_model}"}.items()
     }
     generator = random.Random(3)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from draft_worker.drafters import DrafterSpec, build_drafter
+from draft_worker.drafters import DrafterSpec, Loading, build_drafter
 from splitspec.cli.stack import Stack
 from splitspec.client import AsyncClient
 from splitspec.engine.causal_lm import CausalLM
@@ -74,7 +74,7 @@ async def test_sampled_tokens_are_those_of_the_functions(
         ).result()
     target = CausalLM.load(tiny_model, name="tiny", dtype="float32", device="cpu")
     spec = "lookup" if drafter == "lookup" else f"model={tiny_model}"
-    drafting = build_drafter(DrafterSpec.parse(spec), dtype="float32", device="cpu")
+    drafting = build_drafter(DrafterSpec.parse(spec), Loading("float32", "cpu"))
     spoken = speak(target, drafting, drawing, prompt, k, count)
     assert result.token_ids == spoken.token_ids
     assert result.finished.acceptance.num_accepted_draft_tokens == spoken.num_accepted

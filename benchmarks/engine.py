@@ -1,0 +1,180 @@
+"""`python benchmarks/engine.py [--quick]`: the engine's passes, beside the library's `generate`.
+
+All in one run, on the demo model, in bfloat16 and float32: plain tokens per second of the engine and of the
+library in turns; time of one pass over 1 to 33 rows, and over 1 to 32 sessions with 1 row (plain decoding)
+and 5 rows (verification of K = 4) each; prompt tokens per second; what the same bits in any batch cost.
+Only ratios of one run mean much: the machine and what else runs on it change all of them together.
+
+The last line is JSON: `plain_vs_library_bf16` and `_fp32` (tokens per second, engine / library),
+`batch16_vs_1` (tokens per second of 16 sessions / of one, bfloat16), `weight_bandwidth_share` (bytes of
+weights per second in plain decoding / measured read bandwidth, bfloat16), `deterministic_cost` (time of a
+pass, deterministic / not, less 1; bfloat16, median of the batches of 1, 4, 16 and 32 sessions with 1 and 5
+rows each).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import machine, save_result  # benchmarks/common.py; first, as it sets how threads wait
+
+import torch  # isort: skip
+from transformers import AutoModelForCausalLM
+
+from splitspec.engine.causal_lm import CausalLM
+from splitspec.engine.feed import Feed
+from splitspec.models import fetch_demo_model
+
+PROMPT = list(range(1000, 1064))
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+ROWS = (1, 2, 5, 9, 17, 33)
+SESSIONS = (1, 4, 16, 32)
+LENGTH = 256
+
+
+def seconds(job: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    job()
+    return time.perf_counter() - started
+
+
+def in_turns(jobs: list[Callable[[], object]], repetitions: int) -> list[float]:
+    """Median seconds of each job; they take turns, after a round that isn't counted."""
+    rounds = [[seconds(job) for job in jobs] for _ in range(repetitions + 1)][1:]
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+
+
+def decode(model: CausalLM, num_tokens: int) -> None:
+    """Prompt and greedy tokens, one by one."""
+    kv = model.new_kv()
+    logits = model.forward(kv, PROMPT, 1)
+    for _ in range(num_tokens - 1):
+        logits = model.forward(kv, [int(logits.argmax())], 1)
+    kv.free()
+
+
+def generate(library: Any, num_tokens: int) -> None:
+    """The same with the library."""
+    ids = torch.tensor([PROMPT])
+    library.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+
+
+class Batch:
+    """Some sessions of LENGTH tokens each, fed a few rows over and over."""
+
+    def __init__(self, model: CausalLM, sessions: int, rows: int) -> None:
+        self._model, self._rows = model, rows
+        self._kvs = [model.new_kv() for _ in range(sessions)]
+        for index, kv in enumerate(self._kvs):
+            model.forward(kv, [(index + place * 97) % 40000 for place in range(LENGTH)], 0)
+
+    def step(self) -> None:
+        feeds = [Feed(kv, PROMPT[: self._rows], self._rows) for kv in self._kvs]
+        self._model.forward_batch(feeds)
+        for kv in self._kvs:
+            kv.truncate(LENGTH)
+
+    def free(self) -> None:
+        for kv in self._kvs:
+            kv.free()
+
+
+def batch_ms(models: list[CausalLM], sessions: int, rows: int, repetitions: int) -> list[float]:
+    """Milliseconds of a pass of each model, in turns."""
+    batches = [Batch(model, sessions, rows) for model in models]
+    times = in_turns([batch.step for batch in batches], repetitions)
+    for batch in batches:
+        batch.free()
+    return [1e3 * value for value in times]
+
+
+def prompt_tokens_per_s(model: CausalLM, repetitions: int) -> float:
+    """In chunks of 256."""
+    ids = [place * 97 % 40000 for place in range(1024)]
+
+    def feed() -> None:
+        kv = model.new_kv()
+        for start in range(0, len(ids), 256):
+            model.forward(kv, ids[start : start + 256], 0)
+        kv.free()
+
+    return len(ids) / in_turns([feed], repetitions)[0]
+
+
+def read_bandwidth(repetitions: int) -> float:
+    """Bytes per second of a sum over 256 MiB."""
+    numbers = torch.ones(64 * 1024 * 1024)
+    return numbers.nbytes / in_turns([numbers.sum], repetitions)[0]
+
+
+def measure(directory: Path, dtype: str, repetitions: int, num_tokens: int) -> dict[str, Any]:
+    model = CausalLM.load(directory, name="demo", dtype=dtype, device="cpu")
+    loose = CausalLM.load(directory, name="demo", dtype=dtype, device="cpu", deterministic=False)
+    library: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype])
+    ours, theirs = in_turns(
+        [lambda: decode(model, num_tokens), lambda: generate(library, num_tokens)], repetitions
+    )
+    sizes = [(sessions, rows) for sessions in SESSIONS for rows in (1, 5)]
+    batches = {size: batch_ms([model, loose], *size, repetitions) for size in sizes}
+    return {
+        "self_test_equal": model.deterministic,
+        "plain_tokens_per_s": num_tokens / ours,
+        "library_tokens_per_s": num_tokens / theirs,
+        "rows_ms": {rows: batch_ms([model], 1, rows, repetitions)[0] for rows in ROWS},
+        "sessions_x_rows_ms": {f"{s}x{r}": batches[s, r][0] for s, r in sizes},
+        "not_deterministic_ms": {f"{s}x{r}": batches[s, r][1] for s, r in sizes},
+        "prompt_tokens_per_s": prompt_tokens_per_s(model, repetitions),
+        "prompt_tokens_per_s_not_deterministic": prompt_tokens_per_s(loose, repetitions),
+        "weight_bytes": sum(weight.nbytes for weight in library.parameters()),
+        "read_bytes_per_s": read_bandwidth(repetitions),
+    }
+
+
+def summary(tables: dict[str, dict[str, Any]]) -> dict[str, float]:
+    half, full = tables["bfloat16"], tables["float32"]
+    passes, loose = half["sessions_x_rows_ms"], half["not_deterministic_ms"]
+    weights_per_s = half["weight_bytes"] / (half["rows_ms"][1] / 1e3)
+    return {
+        "plain_vs_library_bf16": round(half["plain_tokens_per_s"] / half["library_tokens_per_s"], 3),
+        "plain_vs_library_fp32": round(full["plain_tokens_per_s"] / full["library_tokens_per_s"], 3),
+        "batch16_vs_1": round(16 * passes["1x1"] / passes["16x1"], 3),
+        "weight_bandwidth_share": round(weights_per_s / half["read_bytes_per_s"], 3),
+        "deterministic_cost": round(statistics.median(passes[size] / loose[size] for size in passes) - 1, 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions, shorter texts")
+    arguments = parser.parse_args()
+    repetitions, num_tokens = (3, 32) if arguments.quick else (9, 96)
+    directory = fetch_demo_model()
+    tables = {}
+    for dtype in DTYPES:
+        tables[dtype] = measure(directory, dtype, repetitions, num_tokens)
+        print(f"\n{dtype}")
+        for name, value in tables[dtype].items():
+            shown = {k: round(v, 1) for k, v in value.items()} if isinstance(value, dict) else value
+            print(f"  {name}: {shown:.1f}" if isinstance(shown, float) else f"  {name}: {shown}")
+    result = summary(tables)
+    save_result("engine", {"machine": machine(), "summary": result, "tables": tables}, quick=arguments.quick)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

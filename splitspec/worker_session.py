@@ -1,0 +1,144 @@
+"""A session's stream on a worker: what draft and target workers have in common."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from protos.v1 import common_pb2
+from splitspec.engine.scheduler import Scheduler, Steps, Timer
+from splitspec.errors import InvalidRequestError
+from splitspec.handles import HandleStore, offered_tokens
+from splitspec.serving import EOF
+from splitspec.telemetry.worker import Watch, Work
+from splitspec.tokens import TokenLog
+
+S = TypeVar("S")
+R = TypeVar("R")
+
+
+class WorkerSession(abc.ABC, Generic[S]):
+    """One stream: the committed tokens, and the worker's state for them (`held.state`)."""
+
+    def __init__(
+        self,
+        handles: HandleStore[S],
+        scheduler: Scheduler,
+        request: Any,
+        new_state: Callable[[], S],
+    ) -> None:
+        """request: the stream's first message. Raises what `HandleStore.attach` does."""
+        self.held = handles.attach(request.stamp, request.open.handle, request.open.tenant, new_state)
+        self.opened = False
+        self._handles = handles
+        self._scheduler = scheduler
+        self._lease_s = request.open.lease_ms / 1000
+
+    @property
+    @abc.abstractmethod
+    def vocabulary_size(self) -> int:
+        """Ids that the session's tokens may have."""
+
+    @abc.abstractmethod
+    def prepare(self, request: Any) -> None:
+        """Take what an Open says beside its tokens. Raises InvalidRequestError."""
+
+    @abc.abstractmethod
+    def take_over(self, tokens: TokenLog) -> Steps[int]:
+        """Make the state hold the tokens; how many it had already."""
+
+    @abc.abstractmethod
+    def rest(self) -> None:
+        """Called on the model's thread once the stream has ended: the state may go where room is needed."""
+
+    @abc.abstractmethod
+    async def answer(self, kind: str, request: Any, timer: Timer, work: Work, context: Any) -> Any:
+        """The answer to a message that is neither open nor close; None when it gets none."""
+
+    async def open(self, request: Any, timer: Timer) -> common_pb2.Opened:
+        """Take over the committed tokens, and feed those that lack. A repeated Open takes nothing back."""
+        held = self.held
+        held.check_epoch(request.stamp)
+        if self.opened:
+            return self._opened(len(held.tokens), timer)
+        self.prepare(request)
+        offered = offered_tokens(held.tokens, request.stamp, request.open, self.vocabulary_size)
+        if not offered.complete:
+            held.tokens = offered.tokens
+            return self._opened(0, timer)
+        cached = await self.run(self.take_over(offered.tokens), timer)
+        held.tokens = offered.tokens
+        held.revision, held.round = request.stamp.revision, request.stamp.round
+        self.opened = True
+        return self._opened(cached, timer)
+
+    def close(self, request: Any) -> int:
+        """The final cut: the committed length is shortened to base_length; returns what stays held."""
+        held = self.held
+        held.check_epoch(request.stamp)
+        held.tokens.truncate(min(request.stamp.base_length, len(held.tokens)))
+        if not request.close.keep_handle:
+            self._lease_s = 0
+        return len(held.tokens) if self._lease_s else 0
+
+    def detach(self) -> None:
+        self._handles.detach(self.held, self._lease_s)
+        if self._lease_s and not self.held.fenced:  # else it was freed, or is another stream's
+            self._scheduler.post(self.rest)
+
+    async def run(self, steps: Steps[R], timer: Timer) -> R:
+        """A job's result. Raises StaleError when the session got a new owner in the meantime."""
+        try:
+            result = await self._scheduler.run(steps, timer, lambda: self.held.fenced)
+        except asyncio.CancelledError:
+            self.check_fence()
+            raise
+        self.check_fence()
+        return result
+
+    def check_fence(self) -> None:
+        if self.held.fenced:
+            self.held.check_epoch(self.held.stamp())
+
+    def _opened(self, cached_length: int, timer: Timer) -> common_pb2.Opened:
+        return common_pb2.Opened(
+            handle=self.held.handle,
+            length=len(self.held.tokens),
+            cached_length=cached_length,
+            timings=timer.to_proto(),
+        )
+
+
+async def serve_session(
+    context: Any, watch: Watch, begin: Callable[[Any], WorkerSession[Any]], response: Callable[..., Any]
+) -> None:
+    """Answer a stream's messages one after the other. begin: the session of its first message.
+
+    response: makes an answer of `opened` or `closed`.
+    """
+    session: WorkerSession[Any] | None = None
+    try:
+        while (request := await context.read()) is not EOF:
+            timer = Timer()
+            kind = request.WhichOneof("message")
+            with watch.message(request) as work:
+                if kind == "open":
+                    session = session or begin(request)
+                    opened = await session.open(request, timer)
+                    work.opened(opened, request.stamp.base_length)
+                    answer = response(opened=opened)
+                elif session is None or not session.opened:
+                    raise InvalidRequestError.of("message", kind, "open first, until it is complete")
+                elif kind == "close":
+                    answer = response(closed=common_pb2.Closed(length=session.close(request)))
+                else:
+                    answer = await session.answer(kind, request, timer, work, context)
+            if answer is not None:
+                await context.write(answer)
+            if kind == "close":
+                return
+    finally:
+        if session is not None:
+            session.detach()
