@@ -82,9 +82,22 @@ def test_accepts_a_prefix_with_the_probability_that_the_test_is_built_for(seed: 
 
 
 def test_accepts_all_of_a_draft_that_is_the_target() -> None:
-    """Every residual is empty and every P_i is 1: 0 / 0 counts as 1, and the last test decides."""
+    """Every residual is empty and every P_i is 1, so that the last test decides."""
     half = torch.tensor([0.5, 0.5], dtype=torch.float64)
     q = SparseDistribution(np.array([0, 1], np.uint32), np.array([1, 1], np.uint16))
     for seed in range(20):
         outcome = verify_block(TableRows([half] * 4), Draft((0, 1, 0), (q, q, q)), CounterNoise(seed, 1))
         assert outcome == Outcome.of_chain(3, 3, outcome.next_token)
+
+
+def test_a_test_of_0_by_0_passes() -> None:
+    """It decides only where rounding makes the last test fail, which is 1 for such a draft."""
+
+    class LastRefused(CounterNoise):
+        def accepts(self, index: int, numerator: float, denominator: float) -> bool:
+            return index < 1 and super().accepts(index, numerator, denominator)
+
+    half = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    q = SparseDistribution(np.array([0, 1], np.uint32), np.array([1, 1], np.uint16))
+    outcome = verify_block(TableRows([half] * 3), Draft((0, 1), (q, q)), LastRefused(1, 1))
+    assert outcome == Outcome.of_chain(2, 1, outcome.next_token)

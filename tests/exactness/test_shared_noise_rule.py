@@ -17,7 +17,7 @@ from splitspec.sampling import randomness
 from splitspec.sampling.randomness import CounterNoise
 from splitspec.types import Rule, Sampling
 from splitspec.wire import Draft
-from tests.exactness import drafting, law, tables, wrong
+from tests.exactness import drafting, law, tables, wrong_trees
 from tests.exactness.drafting import Propose, RoundNoise, chain, tree
 from tests.exactness.enumeration import pieces
 from tests.exactness.law import Decide, Implementation, decide_by
@@ -105,8 +105,8 @@ def test_text_is_that_of_plain_decoding(drafter: str, num_draft_tokens: int) -> 
 
 
 WRONG: dict[str, tuple[Propose, Decide]] = {
-    "keyed by round": (raced, wrong.race_by_round),
-    "keyed by node": (DRAFTERS["certain tree"], wrong.race_by_node),
+    "keyed by round": (raced, wrong_trees.race_by_round),
+    "keyed by node": (DRAFTERS["certain tree"], wrong_trees.race_by_node),
     "the token rule on raced tokens": (raced, decide_by(Rule.TOKEN)),
 }
 
@@ -189,4 +189,4 @@ def test_a_rare_token_wins_as_often_as_it_should() -> None:
 
 def test_rejects_noise_of_too_few_bits() -> None:
     with pytest.raises(AssertionError):
-        assert_exponential(wrong.race_of_float32)
+        assert_exponential(wrong_trees.race_of_float32)

@@ -10,7 +10,7 @@ import pytest
 
 from splitspec.sampling import randomness
 from splitspec.types import Rule, Sampling
-from tests.exactness import drafting, law, tables, wrong
+from tests.exactness import drafting, law, tables, wrong, wrong_trees
 from tests.exactness.drafting import Branch, Propose, Step, chain, tree
 from tests.exactness.enumeration import Primitives
 from tests.exactness.law import Decide, Implementation, Law, decide_by
@@ -123,15 +123,15 @@ BIASED = {
     "minimum length frozen over the block": rows(wrong.frozen_history, ENDING_LATE),
     "bonus row unprocessed": rows(wrong.bonus_unprocessed),
     "only the bonus row processed": rows(wrong.only_the_bonus_processed),
-    "tree: a drawn sibling removed": children(wrong.sibling_removed),
-    "tree: argmax children sent as drawn": children(wrong.top_sent_as_drawn),
-    "tree: drawn with replacement": children(wrong.drawn_with_replacement),
-    "tree: q not renormalised": drawn_tree(wrong.recursive(renormalised=False)),
-    "tree: q keeps the sibling": drawn_tree(wrong.recursive(q_updated=False)),
-    "tree: p kept after a rejection": drawn_tree(wrong.recursive(p_updated=False)),
-    "tree: siblings in order of q": drawn_tree(wrong.recursive(by_probability=True)),
+    "tree: a drawn sibling removed": children(wrong_trees.sibling_removed),
+    "tree: argmax children sent as drawn": children(wrong_trees.top_sent_as_drawn),
+    "tree: drawn with replacement": children(wrong_trees.drawn_with_replacement),
+    "tree: q not renormalised": drawn_tree(wrong_trees.recursive(renormalised=False)),
+    "tree: q keeps the sibling": drawn_tree(wrong_trees.recursive(q_updated=False)),
+    "tree: p kept after a rejection": drawn_tree(wrong_trees.recursive(p_updated=False)),
+    "tree: siblings in order of q": drawn_tree(wrong_trees.recursive(by_probability=True)),
     "tree: certain siblings accepted independently": Wrong(
-        replace(CERTAIN_TREE, decide=wrong.siblings_tried_independently), CERTAIN_TREE
+        replace(CERTAIN_TREE, decide=wrong_trees.siblings_tried_independently), CERTAIN_TREE
     ),
 }
 
