@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from transformers import BloomConfig, GptOssConfig, Llama4TextConfig, LlamaConfig
+from transformers import BloomConfig, GptOssConfig, Llama4TextConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from splitspec.engine.linear import JoinedLinear, PackedLinear, Slabs
 from splitspec.errors import ConfigError
 from tests.engine import tiny
 
@@ -59,31 +57,3 @@ def test_a_model_that_ignores_positions_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(LlamaRotaryEmbedding, "forward", counting)
     with pytest.raises(ConfigError, match="depend on how a text is cut"):
         tiny.load(tiny.checkpoint(tmp_path, tiny.CONFIGS["llama"]))
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_siblings_are_joined_and_nothing_else_is_left_unpacked(
-    tmp_path: Path, dtype: str, bias: bool
-) -> None:
-    config = LlamaConfig(**tiny._GROUPED, attention_bias=bias)
-    model = tiny.load(tiny.checkpoint(tmp_path, config), dtype=dtype)
-    layer: Any = model._model.model.layers[0]
-    for joined in (layer.self_attn.q_proj, layer.self_attn.v_proj, layer.mlp.gate_proj, layer.mlp.up_proj):
-        assert isinstance(joined, JoinedLinear)
-    for single in (layer.self_attn.o_proj, layer.mlp.down_proj, model._model.lm_head):
-        assert isinstance(single, PackedLinear)
-    assert not any(isinstance(module, nn.Linear) for module in model._model.modules())
-
-
-@pytest.mark.parametrize("rows", [0, 1, 2, 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_layers_equal_plain_ones(rows: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(rows)
-    plain = nn.Linear(24, 40).to(dtype)
-    given = torch.randn(1, rows, 24, dtype=dtype)
-    with torch.inference_mode():
-        expected = plain(given)
-        actual = PackedLinear(plain.weight, plain.bias, Slabs(needed=True))(given)
-    assert actual.shape == expected.shape
-    torch.testing.assert_close(actual, expected, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=1e-5)

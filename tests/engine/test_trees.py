@@ -11,10 +11,22 @@ from splitspec.engine.kv import KV
 from tests.engine import tiny
 
 PROMPT = tiny.text(10)
-#: Root, then draft tokens with the index plus one of their parents; 0 is the root.
-TREE = tiny.text(9, seed=1)
-PARENTS = (0, 0, 1, 1, 2, 3, 6, 4)
-PATHS: tuple[list[int], ...] = ([], [0], [1], [0, 2], [0, 3], [1, 4], [0, 2, 5], [0, 2, 5, 6], [0, 3, 7])
+#: Root, then draft tokens with the index plus one of their parents; 0 is the root. One path is longer than
+#: the window, and its nodes lie further behind the root than their depth.
+TREE = tiny.text(12, seed=1)
+PARENTS = (0, 0, 1, 1, 2, 3, 6, 4, 7, 9, 10)
+PATHS: tuple[list[int], ...] = (
+    [],
+    [0],
+    [1],
+    [0, 2],
+    [0, 3],
+    [1, 4],
+    [0, 2, 5],
+    [0, 2, 5, 6],
+    [0, 3, 7],
+    [0, 2, 5, 6, 8, 9, 10],
+)
 
 
 @pytest.fixture(scope="module", params=sorted(tiny.CONFIGS))
@@ -77,9 +89,9 @@ def test_a_tree_must_be_cut_before_more_is_fed(model: CausalLM) -> None:
         kv.truncate(len(PROMPT) + 2)
     with pytest.raises(ValueError, match="no tree was fed on 3"):
         kv.keep_path(3, [])
-    with pytest.raises(ValueError, match="expected a path of 8 nodes"):
-        kv.keep_path(len(PROMPT), [8])
-    with pytest.raises(ValueError, match="expected a path of 8 nodes"):
+    with pytest.raises(ValueError, match="expected a path of 11 nodes"):
+        kv.keep_path(len(PROMPT), [11])
+    with pytest.raises(ValueError, match="expected a path of 11 nodes"):
         kv.keep_path(len(PROMPT), [2, 0])
     with pytest.raises(ValueError, match="can't finalise"):
         kv.finalise(len(PROMPT) + 2)
