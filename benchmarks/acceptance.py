@@ -80,7 +80,7 @@ class Walk:
         draft = run_alone(self._drafter.propose(self._state, self._tokens, K, drawing, noise))
         fed = [self._tokens[-1], *draft.token_ids]
         logits = self._target.forward(self._kv, fed, len(fed))
-        self._target.truncate(self._kv, len(self._tokens) - 1)
+        self._kv.truncate(len(self._tokens) - 1)
         return Round(logits, draft, list(self._tokens), self._output)
 
     def go_on(self, token_ids: Sequence[int]) -> None:

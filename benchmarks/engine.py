@@ -130,7 +130,7 @@ def measure(directory: Path, dtype: str, repetitions: int, num_tokens: int) -> d
     sizes = [(sessions, rows) for sessions in SESSIONS for rows in (1, 5)]
     batches = {size: batch_ms([model, loose], *size, repetitions) for size in sizes}
     return {
-        "self_test_equal": model.deterministic,
+        "self_test_equal": model.info.deterministic,
         "plain_tokens_per_s": num_tokens / ours,
         "library_tokens_per_s": num_tokens / theirs,
         "rows_ms": {rows: batch_ms([model], 1, rows, repetitions)[0] for rows in ROWS},

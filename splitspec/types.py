@@ -208,8 +208,7 @@ class Drawing:
                 raise InvalidRequestError.of(f"sampling.{name}", min(wrong), f"ids below {size}")
         early = self.output.ending_token_ids if self.output.min_tokens else frozenset()
         banned = sampling.banned_token_ids | early
-        left = sampling.allowed_token_ids - banned if sampling.allowed_token_ids else size - len(banned)
-        if not left or (isinstance(left, int) and left < 1):
+        if not (sampling.allowed_token_ids or frozenset(range(size))) - banned:
             raise InvalidRequestError.of(
                 "sampling.allowed_token_ids",
                 sorted(sampling.allowed_token_ids),

@@ -75,7 +75,10 @@ class WorkerSession(abc.ABC, Generic[S]):
         return self._opened(cached, timer)
 
     def close(self, request: Any) -> int:
-        """The final cut: the committed length is shortened to base_length; returns what stays held."""
+        """The final cut: the committed length is shortened to base_length; returns what stays held.
+
+        A draft worker may not have been told the last tokens yet: the next Open brings them.
+        """
         held = self.held
         held.check_epoch(request.stamp)
         held.tokens.truncate(min(request.stamp.base_length, len(held.tokens)))

@@ -133,6 +133,13 @@ class TargetSession(WorkerSession[KV]):
     def rest(self) -> None:
         self.held.state.rest()
 
+    def close(self, request: target_pb2.TargetSessionRequest) -> int:
+        """See WorkerSession. All that is cut to was committed here. Raises OutOfSyncError."""
+        self.held.check_epoch(request.stamp)
+        if request.stamp.base_length > len(self.held.tokens):
+            self.held.check_prefix(request.stamp)
+        return super().close(request)
+
     def take_over(self, tokens: TokenLog) -> Steps[int]:
         return take_over(self._model, self.held.state, tokens)
 
@@ -223,7 +230,7 @@ class TargetSession(WorkerSession[KV]):
             loop.call_soon_threadsafe(drawn.put_nowait, (round_number, verified, timer.lap()))
 
         rounds = range(stamp.round, stamp.round + num_tokens)
-        steps = decode(self._model, held.state, held.tokens[:], self._drawing, rounds, timer, emit)
+        steps = decode(self._model, held.state, held.tokens, self._drawing, rounds, timer, emit)
         job = asyncio.create_task(self.run(steps, timer))
         job.add_done_callback(lambda _: drawn.put_nowait(None))
         try:

@@ -95,7 +95,7 @@ def decode(
     emit: Callable[[int, Verified], None],
 ) -> Steps[None]:
     """A plain token for each of the rounds, behind `tokens`; each is told as soon as it is there."""
-    text = list(tokens)
+    text = list(tokens[:])
     for round_number in rounds:
         verified = yield from verify(model, kv, text, Draft.certain(()), drawing, round_number, timer)
         text.extend(verified.committed)

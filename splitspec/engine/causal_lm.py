@@ -35,8 +35,8 @@ BLOCK_SIZE = 64
 class CausalLM:
     """Any causal language model of the transformers library whose KV is attention's alone.
 
-    deterministic: whether the load's self-test found a row's logits to have the same bits whatever else
-    is in the pass, provided that feeds of more than LONGEST_SHORT_FEED tokens (prompts) are fed in the
+    info.deterministic: whether the load's self-test found a row's logits to have the same bits whatever
+    else is in the pass, provided that feeds of more than LONGEST_SHORT_FEED tokens (prompts) are fed in the
     same pieces. Not thread-safe: one thread runs all passes.
 
     Many heads are padded to a round size beyond the tokenizer's table. Their last logits stand for no
@@ -67,8 +67,7 @@ class CausalLM:
         self._model = model
         self._slabs = slabs
         self._queries_per_key = found.queries_per_key
-        self.deterministic = rows_are_independent(self)
-        info.deterministic = self.deterministic
+        info.deterministic = rows_are_independent(self)
 
     @classmethod
     def load(
@@ -147,14 +146,6 @@ class CausalLM:
             raise
         reservation.commit()
         return logits
-
-    def truncate(self, kv: KV, length: int) -> None:
-        """Keep the first `length` tokens. Raises ValueError when there are fewer."""
-        kv.truncate(length)
-
-    def kv_bytes(self, kv: KV) -> int:
-        """Bytes that the KV occupies."""
-        return kv.num_bytes
 
     def _run(self, feeds: Sequence[Feed], tables: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         device = self._model.device

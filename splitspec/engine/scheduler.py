@@ -1,9 +1,9 @@
 """Continuous batching: the steps of all sessions of a worker, joined pass by pass on the model's thread.
 
 A job is a generator. It yields the passes that it needs one after the other, gets the logits of each, and
-returns its result: a verdict and a prompt yield one pass, a draft one for each token.
-Between two passes every job that is ready brings its next one, so that sessions join and leave at any
-pass. The event loop never waits for a model.
+returns its result: a verdict and a prompt yield one pass, a draft one for each token. Between two passes
+every job that is ready brings its next one, so that sessions join and leave at any pass. The event loop
+never waits for a model.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+import structlog
 import torch
 
 from protos.v1 import common_pb2
@@ -24,6 +25,7 @@ from splitspec.engine.feed import PIECE, Feed
 from splitspec.errors import OverloadedError, UnavailableError
 from splitspec.types import MAX_NUM_DRAFT_TOKENS
 
+log = structlog.get_logger()
 R = TypeVar("R")
 
 
@@ -187,7 +189,7 @@ class Scheduler:
             if job is None:
                 return False
             if not isinstance(job, _Job):
-                job()
+                _call(job)
             elif not job.left:
                 self._advance(job, None)
         return True
@@ -276,6 +278,14 @@ class Scheduler:
             self._ready.append(job)
         else:
             _on_loop(job.future, outcome)
+
+
+def _call(call: Callable[[], None]) -> None:
+    """Nobody waits for it, and what goes wrong in it must not end the thread of all sessions."""
+    try:
+        call()
+    except Exception:
+        log.exception("a call on the model's thread failed")
 
 
 def _setter(

@@ -40,7 +40,7 @@ def alone(model: CausalLM, token_ids: list[int]) -> torch.Tensor:
 
 
 def test_the_self_test_agrees(model: CausalLM) -> None:
-    assert model.deterministic
+    assert model.info.deterministic
 
 
 def test_mixed_batches_equal_single_tokens_bit_by_bit(model: CausalLM) -> None:
@@ -87,7 +87,7 @@ def test_rejection_at_each_index_then_going_on(model: CausalLM) -> None:
         fed = (right[:num_accepted] + wrong)[:num_draft_tokens]
         rows = model.forward(kv, fed, len(fed))
         assert torch.equal(rows[:num_accepted], expected[:num_accepted])
-        model.truncate(kv, len(prompt) + num_accepted)
+        kv.truncate(len(prompt) + num_accepted)
         rest = right[num_accepted:]
         assert torch.equal(model.forward(kv, rest, len(rest)), expected[num_accepted:])
         kv.free()

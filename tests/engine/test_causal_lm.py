@@ -65,7 +65,7 @@ def test_going_on_after_truncation_equals_a_clean_run(directory: Path) -> None:
     for length in range(LENGTH + 1):
         kv = model.new_kv()
         model.forward(kv, tiny.text(LENGTH), 0)
-        model.truncate(kv, length)
+        kv.truncate(length)
         assert kv.length == length
         other = tiny.text(LENGTH - length + 3, seed=1)
         rows = model.forward(kv, other, len(other))
@@ -89,7 +89,7 @@ def test_kept_layers_equal_a_library_model_built_with_them(directory: Path, tmp_
     first = model.forward(kv, tiny.text(LENGTH)[:10], 10)
     rest = model.forward(kv, tiny.text(LENGTH)[10:], LENGTH - 10)
     assert_same(torch.cat([first, rest]), expected)
-    model.truncate(kv, 10)
+    kv.truncate(10)
     assert_same(model.forward(kv, tiny.text(LENGTH)[10:], LENGTH - 10), rest)
 
 
@@ -115,11 +115,11 @@ def _renumbered(name: str, keep: list[int]) -> str:
 def test_kept_layers_change_the_fingerprint(llama: Path) -> None:
     whole, part = load(llama), load(llama, keep_layers=[0, 1])
     assert whole.info.fingerprint != part.info.fingerprint
-    assert part.kv_bytes(part.new_kv()) == 0
+    assert part.new_kv().num_bytes == 0
     kvs = [(model, model.new_kv()) for model in (whole, part)]
     for model, kv in kvs:
         model.forward(kv, tiny.text(3), 0)
-    assert kvs[0][0].kv_bytes(kvs[0][1]) == 2 * kvs[1][0].kv_bytes(kvs[1][1])
+    assert kvs[0][1].num_bytes == 2 * kvs[1][1].num_bytes
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 4, 6])
@@ -143,7 +143,7 @@ def test_lengths_around_the_context_limit(llama: Path) -> None:
         room = longest - length
         if room:
             assert model.forward(kv, tiny.text(room, seed=1), 1).isfinite().all()
-            model.truncate(kv, length)
+            kv.truncate(length)
         with pytest.raises(ValueError, match=f"on top of {length} don't fit the context of {longest}"):
             model.forward(kv, tiny.text(room + 1, seed=1), 1)
         assert kv.length == length
@@ -161,7 +161,7 @@ def test_wrong_arguments(llama: Path) -> None:
     with pytest.raises(ValueError, match="num_rows is 3"):
         model.forward(kv, [1, 2], 3)
     with pytest.raises(ValueError, match="can't truncate the KV of 0 tokens to 1"):
-        model.truncate(kv, 1)
+        kv.truncate(1)
 
 
 def test_a_pass_that_fails_half_way_leaves_the_kv_as_it_was(

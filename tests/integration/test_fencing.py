@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,13 @@ class Stream:
         opened: common_pb2.Opened = (await self.call.read()).opened
         return opened
 
-    async def send(self, round_number: int, draft: list[int], **changes: int) -> None:
+    async def send(
+        self, round_number: int, draft: list[int], parents: Sequence[int] = (), **changes: int
+    ) -> None:
         stamp = self.stamp(round_number)
         for name, value in changes.items():
             setattr(stamp, name, value)
-        body = Draft.certain(draft).encode(b"")
+        body = Draft.certain(draft, parents).encode(b"")
         proposal = common_pb2.Proposal(stamp=stamp, num_draft_tokens=len(draft), body=body)
         request = target_pb2.TargetSessionRequest(stamp=stamp, verify=target_pb2.Verify(proposal=proposal))
         await self.call.write(request)
@@ -73,8 +75,10 @@ class Stream:
         verdict: common_pb2.Verdict = (await self.call.read()).verdict
         return verdict
 
-    async def verify(self, round_number: int, draft: list[int]) -> common_pb2.Verdict:
-        await self.send(round_number, draft)
+    async def verify(
+        self, round_number: int, draft: list[int], parents: Sequence[int] = ()
+    ) -> common_pb2.Verdict:
+        await self.send(round_number, draft, parents)
         verdict = await self.verdict()
         self.tokens.extend(verdict.token_ids)
         self.revision = verdict.stamp.revision
@@ -139,10 +143,46 @@ async def test_stale_messages_get_no_answer(stream: Stream) -> None:
 async def test_messages_that_build_on_something_else(
     stream: Stream, changes: dict[str, int], code: str, sentence: str
 ) -> None:
-    await stream.send(1, [21], **changes)
+    await stream.send(1, [21], (), **changes)
     got, details = await stream.refused()
     assert got == code
     assert sentence in details
+
+
+async def test_a_cut_beyond_what_was_committed_is_refused(stream: Stream) -> None:
+    stream.tokens.extend([21])
+    request = target_pb2.TargetSessionRequest(stamp=stream.stamp(1), close=common_pb2.Close(keep_handle=True))
+    await stream.call.write(request)
+    code, details = await stream.refused()
+    assert code == "FAILED_PRECONDITION"
+    assert "base_length is 6" in details
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 2])
+async def test_a_tree_is_verified_to_its_path(
+    stub: target_pb2_grpc.TargetWorkerServiceAsyncStub, num_right: int
+) -> None:
+    """Siblings before and beside the right ones; then the session goes on as if decoded plainly."""
+    plain = Stream(stub, f"plain-{num_right}")
+    await plain.open()
+    right = [(await plain.verify(round_number, [])).token_ids[0] for round_number in range(1, 6)]
+    wrong = next(token for token in range(100) if token not in right)
+    tokens = [wrong, right[0], wrong + 1, right[1], wrong]
+    if num_right < 2:
+        tokens[3] = wrong + 2
+    if num_right < 1:
+        tokens[1] = wrong + 3
+    stream = Stream(stub, f"tree-{num_right}")
+    await stream.open()
+    verdict = await stream.verify(1, tokens, parents=[0, 0, 2, 2, 4])
+    assert list(verdict.path) == [1, 3][:num_right]
+    assert (verdict.num_draft_tokens, verdict.num_accepted) == (5, num_right)
+    assert verdict.next_origin == common_pb2.TOKEN_ORIGIN_CORRECTION
+    assert list(verdict.token_ids) == right[: num_right + 1]
+    following = [(await stream.verify(number, [])).token_ids[0] for number in range(2, 6 - num_right)]
+    assert [*verdict.token_ids, *following] == right
+    for session in (plain, stream):
+        session.call.cancel()
 
 
 async def test_a_new_owner_fences_the_old_one_off(
