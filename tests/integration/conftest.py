@@ -79,3 +79,12 @@ async def settle(check: Callable[[], Awaitable[bool]], limit_s: float) -> float:
             pytest.fail(f"not settled within {limit_s} s")
         await asyncio.sleep(0.02)
     return time.monotonic() - started
+
+
+async def settle_empty(stack: Stack) -> None:
+    """Until no worker holds a handle: the end of a stream reaches them beside the client's last event."""
+
+    async def empty() -> bool:
+        return all(load.handles == 0 for load in await loads(stack))
+
+    await settle(empty, limit_s=1.0)

@@ -24,7 +24,7 @@ from splitspec.errors import (
     from_rpc_error,
 )
 from splitspec.vocabulary import Vocabulary
-from tests.integration.conftest import loads
+from tests.integration.conftest import settle_empty
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session")]
 
@@ -137,7 +137,7 @@ async def test_bad_request(
     assert re.match(sentence, error.message), error.message
     # The request beside it goes on to its end.
     assert [event async for event in events][-1].HasField("finished")
-    assert all(load.handles == 0 for load in await loads(stack))
+    await settle_empty(stack)
 
 
 async def test_message_over_the_limit(
@@ -208,7 +208,7 @@ async def test_bad_message_ends_its_own_stream(
             await call.read()
     assert caught.value.code().name == code
     assert sentence in (caught.value.details() or "")
-    assert all(load.handles == 0 for load in await loads(stack))
+    await settle_empty(stack)
 
 
 async def test_tables_of_ids_that_differ(tiny_model: Path, tmp_path: Path) -> None:

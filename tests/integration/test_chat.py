@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from splitspec.cli.stack import Stack
-from tests.integration.conftest import loads
+from tests.integration.conftest import settle_empty
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session")]
 
@@ -38,7 +38,7 @@ async def test_chat_is_one_session(stack: Stack) -> None:
     assert first == whole
     assert second < 20 < longer
     # The session is closed with the chat.
-    assert all(load.handles == 0 for load in await loads(stack))
+    await settle_empty(stack)
 
 
 async def test_chat_without_a_server() -> None:

@@ -15,7 +15,7 @@ from splitspec.cli.stack import Stack
 from splitspec.client import AsyncClient, GenerateOptions
 from splitspec.errors import UnavailableError
 from splitspec.types import Origin
-from tests.integration.conftest import loads, settle, target_load
+from tests.integration.conftest import loads, settle, settle_empty, target_load
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
@@ -93,7 +93,7 @@ async def test_hung_draft_worker_costs_its_patience_and_no_text(own_stack: Stack
 
 
 async def test_cancelled_call_frees_both_workers(stack: Stack) -> None:
-    assert [load.kv_tokens for load in await loads(stack)] == [0, 0]
+    await settle_empty(stack)
     async with AsyncClient(stack.address) as client:
         generation = client.generate(
             PROMPT, temperature=0, max_tokens=2000, ignore_eos=True, drafter="layer_skip"
