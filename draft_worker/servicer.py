@@ -75,11 +75,16 @@ class DraftWorker(draft_pb2_grpc.DraftWorkerServiceServicer):
     def _load(self) -> common_pb2.WorkerLoad:
         """What is held at the moment; reads only, so that the metrics' thread may ask, too."""
         held = [session.state for session in self.handles.held]
+        pools = [pool for drafter in self.drafters.values() for pool in drafter.pools]
         return common_pb2.WorkerLoad(
             live_sessions=self.handles.num_attached,
             handles=len(held),
             kv_tokens=sum(drafting.drafter.held_tokens(drafting.state) for drafting in held),
             kv_bytes=sum(drafting.drafter.held_bytes(drafting.state) for drafting in held),
+            kv_blocks_used=sum(pool.num_used for pool in pools),
+            kv_blocks_shared=sum(pool.num_shared for pool in pools),
+            kv_blocks_cached=sum(pool.num_cached for pool in pools),
+            kv_blocks_free=sum(pool.num_free for pool in pools),
         )
 
     async def Describe(

@@ -12,6 +12,7 @@ from splitspec.wire import Draft
 
 if TYPE_CHECKING:
     from draft_worker.drawing import DraftCounterNoise
+    from splitspec.engine.blocks import BlockPool
     from splitspec.engine.scheduler import Steps
 
 
@@ -24,6 +25,11 @@ class Drafter(Protocol):
 
     @property
     def info(self) -> draft_pb2.DrafterInfo: ...
+
+    @property
+    def pools(self) -> Sequence[BlockPool]:
+        """Where its models keep their KV; none for a drafter without KV."""
+        ...
 
     def open(self, tenant: str = "") -> Any:
         """The state of a new session, which holds no tokens. Nothing is shared across tenants."""

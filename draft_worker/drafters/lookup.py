@@ -35,6 +35,7 @@ class LookupDrafter:
 
     def __init__(self, name: str, max_ngram: int, min_ngram: int) -> None:
         self.info = draft_pb2.DrafterInfo(name=name, kind="lookup")
+        self.pools = ()
         self._lengths = range(max_ngram, min_ngram - 1, -1)
 
     def open(self, tenant: str = "") -> LookupState:

@@ -37,6 +37,7 @@ class ModelDrafter:
 
     def __init__(self, model: CausalLM, name: str, kind: str = "model") -> None:
         self.info = draft_pb2.DrafterInfo(name=name, kind=kind, model=model.info)
+        self.pools = (model.pool,)
         self._model = model
 
     def open(self, tenant: str = "") -> ModelState:
