@@ -105,6 +105,10 @@ class TargetSettings(WorkerSettings):
 
     port: int = Field(50053, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     model: str = Field(..., min_length=1, description="Target model: hub id, directory or GGUF file.")
+    deterministic: bool = Field(
+        True,
+        description="Whether greedy and seeded text must not depend on speculation and on other requests.",
+    )
 
 
 class DraftSettings(WorkerSettings):

@@ -38,8 +38,15 @@ async def serve(settings: TargetSettings, worker_id: str, telemetry: Telemetry) 
         dtype=settings.dtype,
         device=settings.device,
         kv_memory_bytes=settings.kv_memory_bytes,
+        deterministic=settings.deterministic,
     )
-    log.info("model loaded", model=settings.model, dtype=settings.dtype, device=settings.device)
+    log.info(
+        "model loaded",
+        model=settings.model,
+        dtype=settings.dtype,
+        device=settings.device,
+        deterministic=model.info.deterministic,
+    )
     worker = TargetWorker(
         worker_id,
         model,

@@ -124,6 +124,19 @@ def test_a_wrong_flag_or_variable_is_named_with_what_was_expected(monkeypatch: p
     assert "is 'int8' by variable SPLITSPEC_DTYPE, expected 'float32', 'bfloat16' or 'float16'" in message
 
 
+def test_a_switch_is_read_from_each_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "f.toml"
+    path.write_text("[target]\nmodel = 'm'\ndeterministic = false")
+    assert load_settings(TargetSettings, ["--model", "m"]).deterministic
+    assert not load_settings(TargetSettings, ["--config", str(path)]).deterministic
+    assert not load_settings(TargetSettings, ["--model", "m", "--deterministic", "false"]).deterministic
+    monkeypatch.setenv("SPLITSPEC_DETERMINISTIC", "false")
+    assert not load_settings(TargetSettings, ["--model", "m"]).deterministic
+    assert "is 'perhaps' by flag --deterministic, expected a valid boolean" in refusal(
+        TargetSettings, "--model", "m", "--deterministic", "perhaps"
+    )
+
+
 def test_a_missing_setting_is_named() -> None:
     assert refusal(DraftSettings) == (
         "--drafters (SPLITSPEC_DRAFTERS, drafters in the file) is missing, expected a value"

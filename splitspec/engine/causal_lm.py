@@ -107,11 +107,15 @@ class CausalLM:
             eos_token_ids=_eos_token_ids(model),
         )
         found = probe(model, name, info.max_context)
-        slabs = Slabs(needed=deterministic and element != torch.float32 and has_tile_registers())
+        tiled = element != torch.float32 and has_tile_registers()
+        slabs = Slabs(needed=deterministic and tiled)
         if can_pack(element, place):
             pack_linears(model, found, slabs)
         text._attn_implementation = attention.NAME
-        return cls(model, found, info, slabs, kv_memory_bytes=kv_memory_bytes, block_size=block_size)
+        loaded = cls(model, found, info, slabs, kv_memory_bytes=kv_memory_bytes, block_size=block_size)
+        # What the self-test's short passes show is no promise for long ones that go in one product.
+        info.deterministic &= deterministic or not tiled
+        return loaded
 
     def new_kv(self, tenant: str = "", token_ids: Sequence[int] = ()) -> KV:
         """An empty KV, or one of as much of a text as final blocks of the same tenant's sessions hold."""

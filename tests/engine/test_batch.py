@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +42,29 @@ def alone(model: CausalLM, token_ids: list[int]) -> torch.Tensor:
 
 def test_the_self_test_agrees(model: CausalLM) -> None:
     assert model.info.deterministic
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tiled", "asked", "promised"),
+    [
+        ("bfloat16", True, True, True),
+        ("bfloat16", True, False, False),
+        ("bfloat16", False, False, True),
+        ("float32", True, False, True),
+    ],
+)
+def test_without_slabs_nothing_is_promised_where_the_number_of_rows_counts(
+    dtype: str,
+    tiled: bool,
+    asked: bool,
+    promised: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("splitspec.engine.causal_lm.has_tile_registers", lambda: tiled)
+    directory = tiny.checkpoint(tmp_path, tiny.CONFIGS["llama"])
+    loaded = tiny.load(directory, dtype=dtype, block_size=BLOCK_SIZES[dtype], deterministic=asked)
+    assert loaded.info.deterministic is promised
 
 
 def test_mixed_batches_equal_single_tokens_bit_by_bit(model: CausalLM) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from splitspec.cli.stack import Stack
 from splitspec.client import AsyncClient
+from splitspec.engine.linear import has_tile_registers
 from tests.integration.conftest import PATIENT
 from tests.integration.prompts import ALL, SHORT
 
@@ -58,3 +59,18 @@ async def test_tokens_are_identical_for_every_k_alone_and_side_by_side(
         results = await asyncio.gather(*(tokens(*case, k, "lookup") for case, k in mixed))
         for (case, k), found in zip(mixed, results, strict=True):
             assert found == alone[case], (case, k)
+
+
+async def test_the_setting_can_be_switched_off(tiny_model: Path) -> None:
+    """Then nothing is promised where large products take other kernels; elsewhere the bits are the same."""
+    async with (
+        Stack(
+            model=tiny_model,
+            drafters=[],
+            dtype="bfloat16",
+            target_args=["--deterministic=false"],
+        ) as stack,
+        AsyncClient(stack.address) as client,
+    ):
+        (model,) = (await client.describe()).models
+        assert model.deterministic is not has_tile_registers()
