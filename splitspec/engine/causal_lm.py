@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from protos.v1 import common_pb2
 from splitspec.engine import attention
 from splitspec.engine.attention import RaggedPass
+from splitspec.engine.batch import Batch
 from splitspec.engine.blocks import BlockPool
 from splitspec.engine.feed import Feed, Reservation
 from splitspec.engine.kv import KV
@@ -24,7 +25,7 @@ from splitspec.engine.loading import (
     parse_device,
     parse_dtype,
 )
-from splitspec.engine.plan import Span, twice_if_single
+from splitspec.engine.plan import twice_if_single
 from splitspec.engine.probe import Probe, probe
 from splitspec.engine.selftest import rows_are_independent
 from splitspec.vocabulary import Vocabulary
@@ -144,39 +145,33 @@ class CausalLM:
             return []
         reservation = Reservation(self.pool, feeds)
         try:
-            logits = self._run(feeds, reservation.tables)
+            logits = self.run(Batch.of(feeds, reservation.tables))
         except BaseException:
             reservation.undo()
             raise
         reservation.commit()
-        return logits
+        return list(torch.split(logits, [feed.num_rows for feed in feeds]))
 
-    def _run(self, feeds: Sequence[Feed], tables: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    def run(self, batch: Batch) -> torch.Tensor:
+        """[wanted rows, vocabulary] float32 logits. Writes through the tables, and keeps no account."""
         device = self._model.device
-        spans: list[Span] = []
-        ids: list[int] = []
-        positions: list[int] = []
-        wanted: list[int] = []
-        for feed, table in zip(feeds, tables, strict=True):
-            spans.append(Span.of(feed, len(ids), table))
-            ids.extend(feed.token_ids)
-            positions.extend(feed.kv.length + depth for depth in feed.depths())
-            wanted.extend(range(len(ids) - feed.num_rows, len(ids)))
-        self._slabs.begin([len(feed.token_ids) for feed in feeds])
-        ragged = RaggedPass(self.pool, spans, queries_per_key=self._queries_per_key, dtype=self._model.dtype)
+        self._slabs.begin(batch.sizes)
+        ragged = RaggedPass(
+            self.pool, batch.spans, queries_per_key=self._queries_per_key, dtype=self._model.dtype
+        )
 
         def tensor(rows: list[int]) -> torch.Tensor:
             return torch.from_numpy(twice_if_single(np.array(rows, dtype=np.int64))).to(device)
 
         output = self._model(
-            tensor(ids)[None],
-            position_ids=tensor(positions)[None],
+            tensor(batch.token_ids)[None],
+            position_ids=tensor(batch.positions)[None],
             use_cache=False,
-            logits_to_keep=tensor(wanted),
+            logits_to_keep=tensor(batch.wanted),
             ragged=ragged,
         )
-        logits = output.logits[0, : len(wanted), : self.info.vocabulary_size].float()
-        return list(torch.split(logits, [feed.num_rows for feed in feeds]))
+        logits: torch.Tensor = output.logits[0, : len(batch.wanted), : self.info.vocabulary_size]
+        return logits.float()
 
 
 def _quarter_of_free_memory(device: torch.device) -> int:
