@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from splitspec.engine.blocks import BlockPool
 from splitspec.engine.kv import KV
@@ -38,6 +38,12 @@ class Feed:
         for parent in self.parents:
             depths.append(depths[parent] + 1)
         return depths
+
+    def cut(self, count: int) -> tuple[Feed, Feed]:
+        """Of a chain the first `count` tokens, which give no logits, and the rest."""
+        return replace(self, token_ids=self.token_ids[:count], num_rows=0), replace(
+            self, token_ids=self.token_ids[count:]
+        )
 
     def check(self, vocabulary_size: int, max_context: int) -> None:
         """Raise ValueError unless the feed makes sense."""

@@ -118,15 +118,13 @@ class _Job:
         count = min(most, len(feed.token_ids) - feed.num_rows)
         if not self.is_prompt or len(feed.token_ids) <= most or count < 1:
             return feed
-        return Feed(feed.kv, feed.token_ids[:count], 0)
+        return feed.cut(count)[0]
 
     def fed(self, piece: Feed) -> bool:
         """A piece was fed; whether it was the last."""
-        feed = self.feed
-        if piece is feed:
+        if piece is self.feed:
             return True
-        rest = Feed(feed.kv, feed.token_ids[len(piece.token_ids) :], feed.num_rows)
-        self.wanted = Pass(self.model, rest)
+        self.wanted = Pass(self.model, self.feed.cut(len(piece.token_ids))[1])
         return False
 
 
