@@ -58,7 +58,7 @@ class CausalLM:
         self.info = info
         self.pool = BlockPool(
             [found.layers[index] for index in range(len(found.layers))],
-            memory_bytes=_quarter_of_free_memory(model.device)
+            memory_bytes=quarter_of_free_memory(model.device)
             if kv_memory_bytes is None
             else kv_memory_bytes,
             block_size=block_size,
@@ -174,7 +174,7 @@ class CausalLM:
         return logits.float()
 
 
-def _quarter_of_free_memory(device: torch.device) -> int:
+def quarter_of_free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) // 4
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
