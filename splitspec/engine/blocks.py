@@ -129,10 +129,7 @@ class BlockPool:
             blocks = [self._take() for _ in range(count)]
             self._holders.update(blocks)
         if blocks:
-            # Rows that were never written are masked, but 0 times a stale infinity isn't 0.
-            index = torch.tensor(blocks, device=self.device)
-            for held in (*self.keys, *self.values):
-                held.index_fill_(0, index, 0)
+            self.clear(blocks)
         return blocks
 
     def _take(self) -> int:
@@ -191,6 +188,12 @@ class BlockPool:
         with self._lock:
             self._collect()
             return self._block_of.get(key)
+
+    def clear(self, blocks: list[int]) -> None:
+        """Set to zeros: rows that were never written are masked, but 0 times a stale infinity isn't 0."""
+        index = torch.tensor(blocks, device=self.device)
+        for held in (*self.keys, *self.values):
+            held.index_fill_(0, index, 0)
 
     def copy_rows(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy keys and values of single tokens; [2, tokens] of (block, row in block) each."""
