@@ -360,7 +360,7 @@ class FeatureRequest(_message.Message):
     """Element type: "float16" or "bfloat16"."""
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Indices of the layers whose outputs are wanted; empty asks for none."""
+        """Indices of the decoder layers whose outputs are wanted, from 0; empty asks for none."""
 
     def __init__(
         self,
@@ -378,7 +378,7 @@ Global___FeatureRequest: _TypeAlias = FeatureRequest  # noqa: Y015
 
 @_typing.final
 class Features(_message.Message):
-    """Target features of the committed tokens of a verdict."""
+    """Target features of committed tokens: what layers of the target put out at their positions."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -452,7 +452,7 @@ class Open(_message.Message):
 
     @_builtins.property
     def features(self) -> Global___FeatureRequest:
-        """Target worker only: features to return with each verdict."""
+        """Target worker only: features that Verify and Decode may ask for."""
 
     @_builtins.property
     def output(self) -> Global___Output:
@@ -490,6 +490,7 @@ class Opened(_message.Message):
     LENGTH_FIELD_NUMBER: _builtins.int
     CACHED_LENGTH_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    FEATURES_LENGTH_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     """Handle of the session's KV; opaque."""
     length: _builtins.int
@@ -498,6 +499,8 @@ class Opened(_message.Message):
     """
     cached_length: _builtins.int
     """Tokens that the handle already held, so that they were not fed again."""
+    features_length: _builtins.int
+    """Draft worker only: tokens, from the first on, whose features it holds; 0 for drafters without."""
     @_builtins.property
     def timings(self) -> Global___ServerTimings:
         """Where the time went."""
@@ -509,10 +512,11 @@ class Opened(_message.Message):
         length: _builtins.int = ...,
         cached_length: _builtins.int = ...,
         timings: Global___ServerTimings | None = ...,
+        features_length: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_length", b"cached_length", "handle", b"handle", "length", b"length", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_length", b"cached_length", "features_length", b"features_length", "handle", b"handle", "length", b"length", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -764,7 +768,7 @@ class Verdict(_message.Message):
 
     @_builtins.property
     def features(self) -> Global___Features:
-        """Target features, for drafters that asked for them."""
+        """Target features, when the message that is answered asked for them."""
 
     @_builtins.property
     def timings(self) -> Global___ServerTimings:
@@ -878,6 +882,7 @@ class ModelInfo(_message.Message):
     MAX_CONTEXT_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     DETERMINISTIC_FIELD_NUMBER: _builtins.int
+    FEATURE_LAYERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Hub id, directory or file name that it was loaded from."""
     fingerprint: _builtins.str
@@ -900,6 +905,10 @@ class ModelInfo(_message.Message):
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end a generation."""
 
+    @_builtins.property
+    def feature_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Decoder layers whose outputs are kept, so that a session may ask for them as features; counted from 0."""
+
     def __init__(
         self,
         *,
@@ -912,10 +921,11 @@ class ModelInfo(_message.Message):
         max_context: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         deterministic: _builtins.bool = ...,
+        feature_layers: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_context", b"max_context", "name", b"name", "vocabulary_hash", b"vocabulary_hash", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "feature_layers", b"feature_layers", "fingerprint", b"fingerprint", "max_context", b"max_context", "name", b"name", "vocabulary_hash", b"vocabulary_hash", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

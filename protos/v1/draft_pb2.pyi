@@ -100,7 +100,7 @@ class DrafterInfo(_message.Message):
 
     @_builtins.property
     def features(self) -> _common_pb2.FeatureRequest:
-        """Target features that it wants with each verdict."""
+        """Target features that it drafts from; absent for none."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class Propose(_message.Message):
 
     @_builtins.property
     def features(self) -> _common_pb2.Features:
-        """Features of the target, when the drafter asked for them."""
+        """Features of the target as a verdict brought them, for drafters that want them."""
 
     def __init__(
         self,

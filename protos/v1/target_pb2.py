@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.v1 import common_pb2 as protos_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/v1/target.proto\x12\x0csplitspec.v1\x1a\x16protos/v1/common.proto\"$\n\"TargetWorkerServiceDescribeRequest\"\xfd\x01\n#TargetWorkerServiceDescribeResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12&\n\x05model\x18\x03 \x01(\x0b\x32\x17.splitspec.v1.ModelInfo\x12-\n\x05rules\x18\x04 \x03(\x0e\x32\x1e.splitspec.v1.VerificationRule\x12*\n\x06limits\x18\x05 \x01(\x0b\x32\x1a.splitspec.v1.WorkerLimits\x12&\n\x04load\x18\x06 \x01(\x0b\x32\x18.splitspec.v1.WorkerLoad\"\x8a\x02\n\x14TargetSessionRequest\x12\"\n\x05stamp\x18\x01 \x01(\x0b\x32\x13.splitspec.v1.Stamp\x12)\n\x05trace\x18\x02 \x01(\x0b\x32\x1a.splitspec.v1.TraceContext\x12\"\n\x04open\x18\x03 \x01(\x0b\x32\x12.splitspec.v1.OpenH\x00\x12&\n\x06verify\x18\x04 \x01(\x0b\x32\x14.splitspec.v1.VerifyH\x00\x12&\n\x06\x64\x65\x63ode\x18\x05 \x01(\x0b\x32\x14.splitspec.v1.DecodeH\x00\x12$\n\x05\x63lose\x18\x06 \x01(\x0b\x32\x13.splitspec.v1.CloseH\x00\x42\t\n\x07message\"2\n\x06Verify\x12(\n\x08proposal\x18\x01 \x01(\x0b\x32\x16.splitspec.v1.Proposal\"\x1c\n\x06\x44\x65\x63ode\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\"\x9c\x01\n\x15TargetSessionResponse\x12&\n\x06opened\x18\x01 \x01(\x0b\x32\x14.splitspec.v1.OpenedH\x00\x12(\n\x07verdict\x18\x02 \x01(\x0b\x32\x15.splitspec.v1.VerdictH\x00\x12&\n\x06\x63losed\x18\x03 \x01(\x0b\x32\x14.splitspec.v1.ClosedH\x00\x42\t\n\x07message\"W\n!TargetWorkerServiceReleaseRequest\x12\"\n\x05stamp\x18\x01 \x01(\x0b\x32\x13.splitspec.v1.Stamp\x12\x0e\n\x06handle\x18\x02 \x01(\t\"6\n\"TargetWorkerServiceReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\x32\xd2\x02\n\x13TargetWorkerService\x12o\n\x08\x44\x65scribe\x12\x30.splitspec.v1.TargetWorkerServiceDescribeRequest\x1a\x31.splitspec.v1.TargetWorkerServiceDescribeResponse\x12\\\n\rTargetSession\x12\".splitspec.v1.TargetSessionRequest\x1a#.splitspec.v1.TargetSessionResponse(\x01\x30\x01\x12l\n\x07Release\x12/.splitspec.v1.TargetWorkerServiceReleaseRequest\x1a\x30.splitspec.v1.TargetWorkerServiceReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/v1/target.proto\x12\x0csplitspec.v1\x1a\x16protos/v1/common.proto\"$\n\"TargetWorkerServiceDescribeRequest\"\xfd\x01\n#TargetWorkerServiceDescribeResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12&\n\x05model\x18\x03 \x01(\x0b\x32\x17.splitspec.v1.ModelInfo\x12-\n\x05rules\x18\x04 \x03(\x0e\x32\x1e.splitspec.v1.VerificationRule\x12*\n\x06limits\x18\x05 \x01(\x0b\x32\x1a.splitspec.v1.WorkerLimits\x12&\n\x04load\x18\x06 \x01(\x0b\x32\x18.splitspec.v1.WorkerLoad\"\x8a\x02\n\x14TargetSessionRequest\x12\"\n\x05stamp\x18\x01 \x01(\x0b\x32\x13.splitspec.v1.Stamp\x12)\n\x05trace\x18\x02 \x01(\x0b\x32\x1a.splitspec.v1.TraceContext\x12\"\n\x04open\x18\x03 \x01(\x0b\x32\x12.splitspec.v1.OpenH\x00\x12&\n\x06verify\x18\x04 \x01(\x0b\x32\x14.splitspec.v1.VerifyH\x00\x12&\n\x06\x64\x65\x63ode\x18\x05 \x01(\x0b\x32\x14.splitspec.v1.DecodeH\x00\x12$\n\x05\x63lose\x18\x06 \x01(\x0b\x32\x13.splitspec.v1.CloseH\x00\x42\t\n\x07message\"b\n\x06Verify\x12(\n\x08proposal\x18\x01 \x01(\x0b\x32\x16.splitspec.v1.Proposal\x12\x1b\n\x0e\x66\x65\x61tures_start\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x11\n\x0f_features_start\"L\n\x06\x44\x65\x63ode\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x1b\n\x0e\x66\x65\x61tures_start\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x11\n\x0f_features_start\"\x9c\x01\n\x15TargetSessionResponse\x12&\n\x06opened\x18\x01 \x01(\x0b\x32\x14.splitspec.v1.OpenedH\x00\x12(\n\x07verdict\x18\x02 \x01(\x0b\x32\x15.splitspec.v1.VerdictH\x00\x12&\n\x06\x63losed\x18\x03 \x01(\x0b\x32\x14.splitspec.v1.ClosedH\x00\x42\t\n\x07message\"W\n!TargetWorkerServiceReleaseRequest\x12\"\n\x05stamp\x18\x01 \x01(\x0b\x32\x13.splitspec.v1.Stamp\x12\x0e\n\x06handle\x18\x02 \x01(\t\"6\n\"TargetWorkerServiceReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\x32\xd2\x02\n\x13TargetWorkerService\x12o\n\x08\x44\x65scribe\x12\x30.splitspec.v1.TargetWorkerServiceDescribeRequest\x1a\x31.splitspec.v1.TargetWorkerServiceDescribeResponse\x12\\\n\rTargetSession\x12\".splitspec.v1.TargetSessionRequest\x1a#.splitspec.v1.TargetSessionResponse(\x01\x30\x01\x12l\n\x07Release\x12/.splitspec.v1.TargetWorkerServiceReleaseRequest\x1a\x30.splitspec.v1.TargetWorkerServiceReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,15 +39,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TARGETSESSIONREQUEST']._serialized_start=359
   _globals['_TARGETSESSIONREQUEST']._serialized_end=625
   _globals['_VERIFY']._serialized_start=627
-  _globals['_VERIFY']._serialized_end=677
-  _globals['_DECODE']._serialized_start=679
-  _globals['_DECODE']._serialized_end=707
-  _globals['_TARGETSESSIONRESPONSE']._serialized_start=710
-  _globals['_TARGETSESSIONRESPONSE']._serialized_end=866
-  _globals['_TARGETWORKERSERVICERELEASEREQUEST']._serialized_start=868
-  _globals['_TARGETWORKERSERVICERELEASEREQUEST']._serialized_end=955
-  _globals['_TARGETWORKERSERVICERELEASERESPONSE']._serialized_start=957
-  _globals['_TARGETWORKERSERVICERELEASERESPONSE']._serialized_end=1011
-  _globals['_TARGETWORKERSERVICE']._serialized_start=1014
-  _globals['_TARGETWORKERSERVICE']._serialized_end=1352
+  _globals['_VERIFY']._serialized_end=725
+  _globals['_DECODE']._serialized_start=727
+  _globals['_DECODE']._serialized_end=803
+  _globals['_TARGETSESSIONRESPONSE']._serialized_start=806
+  _globals['_TARGETSESSIONRESPONSE']._serialized_end=962
+  _globals['_TARGETWORKERSERVICERELEASEREQUEST']._serialized_start=964
+  _globals['_TARGETWORKERSERVICERELEASEREQUEST']._serialized_end=1051
+  _globals['_TARGETWORKERSERVICERELEASERESPONSE']._serialized_start=1053
+  _globals['_TARGETWORKERSERVICERELEASERESPONSE']._serialized_end=1107
+  _globals['_TARGETWORKERSERVICE']._serialized_start=1110
+  _globals['_TARGETWORKERSERVICE']._serialized_end=1448
 # @@protoc_insertion_point(module_scope)

@@ -149,6 +149,11 @@ class Verify(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROPOSAL_FIELD_NUMBER: _builtins.int
+    FEATURES_START_FIELD_NUMBER: _builtins.int
+    features_start: _builtins.int
+    """First token whose features the verdict brings, up to the last but one that it commits, or as many as
+    fit a message; absent for none.
+    """
     @_builtins.property
     def proposal(self) -> _common_pb2.Proposal:
         """The draft worker's message, relayed as it came."""
@@ -157,12 +162,15 @@ class Verify(_message.Message):
         self,
         *,
         proposal: _common_pb2.Proposal | None = ...,
+        features_start: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["proposal", b"proposal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_features_start", b"_features_start", "features_start", b"features_start", "proposal", b"proposal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["proposal", b"proposal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_features_start", b"_features_start", "features_start", b"features_start", "proposal", b"proposal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__features_start: _TypeAlias = _typing.Literal["features_start"]  # noqa: Y015
+    _WhichOneofArgType__features_start: _TypeAlias = _typing.Literal["_features_start", b"_features_start"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__features_start) -> _WhichOneofReturnType__features_start | None: ...
 
 Global___Verify: _TypeAlias = Verify  # noqa: Y015
 
@@ -177,18 +185,24 @@ class Decode(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    FEATURES_START_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     """Tokens to decode; at least 1."""
+    features_start: _builtins.int
+    """The same for the last of the verdicts."""
     def __init__(
         self,
         *,
         num_tokens: _builtins.int = ...,
+        features_start: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_features_start", b"_features_start", "features_start", b"features_start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_features_start", b"_features_start", "features_start", b"features_start", "num_tokens", b"num_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__features_start: _TypeAlias = _typing.Literal["features_start"]  # noqa: Y015
+    _WhichOneofArgType__features_start: _TypeAlias = _typing.Literal["_features_start", b"_features_start"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__features_start) -> _WhichOneofReturnType__features_start | None: ...
 
 Global___Decode: _TypeAlias = Decode  # noqa: Y015
 

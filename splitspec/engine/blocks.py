@@ -51,8 +51,11 @@ class BlockPool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        feature_layers: int = 0,
+        hidden_size: int = 0,
     ) -> None:
-        elements = sum(layer.elements_per_token for layer in layers)
+        """feature_layers: how many layers' outputs are kept of each token, of `hidden_size` elements each."""
+        elements = sum(layer.elements_per_token for layer in layers) + feature_layers * hidden_size
         self.shapes = tuple(layers)
         self.block_size = block_size
         self.block_bytes = elements * block_size * dtype.itemsize
@@ -70,6 +73,10 @@ class BlockPool:
                 for layer, size in zip(layers, sizes, strict=True)
             ]
             for sizes in ([layer.key_size for layer in layers], [layer.value_size for layer in layers])
+        )
+        #: [blocks, layers, tokens, hidden size]: go where a token's keys go, in the same layout.
+        self.features = torch.empty(
+            self.num_blocks, feature_layers, block_size, hidden_size, dtype=dtype, device=device
         )
         self.device = device
         #: Blocks from here on have never been handed out.
@@ -196,12 +203,12 @@ class BlockPool:
             held.index_fill_(0, index, 0)
 
     def copy_rows(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy keys and values of single tokens; [2, tokens] of (block, row in block) each."""
-        for held in (*self.keys, *self.values):
+        """Copy what is held of single tokens; [2, tokens] of (block, row in block) each."""
+        for held in (*self.keys, *self.values, self.features):
             held[target[0], :, target[1]] = held[source[0], :, source[1]]
 
     def copy_block(self, source: int, target: int) -> None:
-        for held in (*self.keys, *self.values):
+        for held in (*self.keys, *self.values, self.features):
             held[target] = held[source]
 
     def _collect(self) -> None:

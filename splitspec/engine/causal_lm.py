@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,10 +16,12 @@ from splitspec.engine import attention
 from splitspec.engine.attention import RaggedPass
 from splitspec.engine.batch import Batch
 from splitspec.engine.blocks import BlockPool
+from splitspec.engine.features import keep_outputs
 from splitspec.engine.feed import Feed, Reservation
 from splitspec.engine.kv import KV
 from splitspec.engine.linear import Slabs, can_pack, has_tile_registers, pack_linears
 from splitspec.engine.loading import (
+    decoder_layers,
     fingerprint,
     load_library_model,
     max_context,
@@ -29,6 +32,9 @@ from splitspec.engine.plan import twice_if_single
 from splitspec.engine.probe import Probe, probe
 from splitspec.engine.selftest import rows_are_independent
 from splitspec.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from splitspec.engine.parallel import Ranks
 
 BLOCK_SIZE = 64
 
@@ -54,21 +60,25 @@ class CausalLM:
         *,
         kv_memory_bytes: int | None,
         block_size: int,
+        ranks: Ranks | None,
     ) -> None:
         self.info = info
-        self.pool = BlockPool(
+        make_pool = BlockPool if ranks is None else ranks.make_pool
+        self.pool = make_pool(
             [found.layers[index] for index in range(len(found.layers))],
-            memory_bytes=quarter_of_free_memory(model.device)
-            if kv_memory_bytes is None
-            else kv_memory_bytes,
+            memory_bytes=quarter_of_free_memory(model.device) if kv_memory_bytes is None else kv_memory_bytes,
             block_size=block_size,
             dtype=model.dtype,
             device=model.device,
+            feature_layers=len(info.feature_layers),
+            hidden_size=model.config.get_text_config(decoder=True).hidden_size,
         )
         self._model = model
         self._slabs = slabs
         self._queries_per_key = found.queries_per_key
-        info.deterministic = rows_are_independent(self)
+        self._ranks = ranks
+        if ranks is None or ranks.is_first:
+            info.deterministic = rows_are_independent(self)
 
     @classmethod
     def load(
@@ -82,6 +92,8 @@ class CausalLM:
         kv_memory_bytes: int | None = None,
         block_size: int = BLOCK_SIZE,
         deterministic: bool = True,
+        ranks: Ranks | None = None,
+        feature_layers: Sequence[int] = (),
     ) -> CausalLM:
         """The model in `directory` (config.json, safetensors, tokenizer.json).
 
@@ -90,11 +102,13 @@ class CausalLM:
         kv_memory_bytes: room for the KV of all sessions; None for a quarter of what is free on the device.
         block_size: tokens that share a block of it. deterministic: False lets a processor with tile
         registers run large batches in one product, faster in bfloat16, but then a row's last bits depend
-        on what else is in the pass. Raises ConfigError that names the wrong setting.
+        on what else is in the pass. feature_layers: those whose outputs are kept for `features`, counted
+        from 0. Raises ConfigError that names the wrong setting.
         """
-        element, place = parse_dtype(dtype), parse_device(device)
+        element = parse_dtype(dtype)
+        place = parse_device(device) if ranks is None else ranks.device
         vocabulary = Vocabulary.load(directory)
-        model = load_library_model(directory, name, element, place, keep_layers)
+        model = load_library_model(directory, name, element, place, keep_layers, ranks)
         text = model.config.get_text_config(decoder=True)
         info = common_pb2.ModelInfo(
             name=name,
@@ -113,7 +127,12 @@ class CausalLM:
         if can_pack(element, place):
             pack_linears(model, found, slabs)
         text._attn_implementation = attention.NAME
-        loaded = cls(model, found, info, slabs, kv_memory_bytes=kv_memory_bytes, block_size=block_size)
+        if feature_layers:
+            keep_outputs(decoder_layers(model, name), feature_layers)
+            info.feature_layers.extend(feature_layers)
+        loaded = cls(
+            model, found, info, slabs, kv_memory_bytes=kv_memory_bytes, block_size=block_size, ranks=ranks
+        )
         # What the self-test's short passes show is no promise for long ones that go in one product.
         info.deterministic &= deterministic or not tiled
         return loaded
@@ -123,6 +142,16 @@ class CausalLM:
         kv = KV(self.pool, tenant)
         kv.adopt(token_ids)
         return kv
+
+    def features(self, kv: KV, start: int, stop: int) -> torch.Tensor:
+        """[stop - start, layers, hidden size] in the model's dtype: outputs of info.feature_layers, tokens
+        `start` to `stop` of those that the KV holds. Raises ValueError for others, and for a tree's.
+        """
+        held = kv.length - kv.num_tree_tokens
+        if not 0 <= start <= stop <= held:
+            raise ValueError(f"features of tokens {start} to {stop}, expected 0 to {held} in order")
+        blocks, offsets = kv.slots(range(start, stop))
+        return self.pool.features[blocks, :, offsets]
 
     def forward(self, kv: KV, token_ids: Sequence[int], num_rows: int) -> torch.Tensor:
         """`forward_batch` of a single chain."""
@@ -145,7 +174,8 @@ class CausalLM:
             return []
         reservation = Reservation(self.pool, feeds)
         try:
-            logits = self.run(Batch.of(feeds, reservation.tables))
+            batch = Batch.of(feeds, reservation.tables)
+            logits = self.run(batch) if self._ranks is None else self._ranks.lead(self, batch)
         except BaseException:
             reservation.undo()
             raise

@@ -127,6 +127,7 @@ class KV:
         size = self._pool.block_size
         return torch.tensor(
             [[self.table[row // size] for row in rows], [row % size for row in rows]],
+            dtype=torch.int64,
             device=self._pool.device,
         )
 

@@ -8,7 +8,7 @@ import json
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.utils import logging as library_logging
 
 from splitspec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from splitspec.engine.parallel import Ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLE_BYTES = 4096
@@ -53,18 +56,25 @@ def count_layers(directory: Path, name: str) -> int:
 
 
 def load_library_model(
-    directory: Path, name: str, dtype: torch.dtype, device: torch.device, keep_layers: Sequence[int] | None
+    directory: Path,
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    keep_layers: Sequence[int] | None,
+    ranks: Ranks | None,
 ) -> PreTrainedModel:
-    """The library's model, in eval mode on the device.
+    """The library's model, in eval mode on the device; of several ranks this one's share of it.
 
     Raises ConfigError naming `model` for an architecture that the library doesn't know, that can't be
-    rewound, or that takes no cache; for missing or broken weights; and for a layer that doesn't exist.
+    rewound, that takes no cache, or that can't be split between ranks; for missing or broken weights;
+    and for a layer that doesn't exist.
     """
     library_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     config = _config(directory, name)
     if config.is_encoder_decoder or (kinds := _unrewindable(config)):
         what = "an encoder" if config.is_encoder_decoder else ", ".join(kinds)
         raise wrong_model(name, f"a model whose KV can be rewound ({config.model_type} has {what})")
+    split = {} if ranks is None else ranks.loading_options(config, name)
     model: Any
     report: dict[str, Any]
     # The library raises all sorts of errors for broken weights; each means that this model can't be used.
@@ -76,6 +86,7 @@ def load_library_model(
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            **split,
         )  # type: ignore[misc]
     except Exception as error:
         raise wrong_model(name, "a causal language model with safetensors weights", error) from error
@@ -87,6 +98,8 @@ def load_library_model(
     accepted = inspect.signature(model.forward).parameters
     if model._is_stateful or not {"cache", "logits_to_keep"} <= accepted.keys():
         raise wrong_model(name, f"a model with a KV cache of its own ({config.model_type} has none)")
+    if ranks is not None:
+        ranks.keep_own_shards(model, name)
     if keep_layers is not None:
         _keep_layers(model, name, keep_layers)
     loaded: PreTrainedModel = model.to(device).eval()
@@ -110,15 +123,22 @@ def _config(directory: Path, name: str) -> Any:
         raise wrong_model(name, "a model with a readable config.json", error) from error
 
 
+def decoder_layers(model: PreTrainedModel, name: str) -> nn.ModuleList:
+    """The decoder's layers. Raises ConfigError naming `model` for a model without a list of them."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    layers = next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count), None)
+    if layers is None:
+        raise wrong_model(name, f"a model with one list of its {count} layers, so that they can be chosen")
+    return layers
+
+
 def _keep_layers(model: PreTrainedModel, name: str, keep_layers: Sequence[int]) -> None:
     """Leave out all other decoder layers and renumber the kept ones, so that their cache is dense."""
     config = model.config.get_text_config(decoder=True)
     count = config.num_hidden_layers
     if not keep_layers or not all(0 <= index < count for index in keep_layers):
         raise wrong_model(name, f"to have the layers {list(keep_layers)} (it has {count}, counted from 0)")
-    layers = next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count), None)
-    if layers is None:
-        raise wrong_model(name, f"a model with one list of its {count} layers, so that some can be left out")
+    layers = decoder_layers(model, name)
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[index] for index in keep_layers]
     config.num_hidden_layers = len(keep_layers)
