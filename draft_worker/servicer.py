@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import structlog
+import torch
 
-from draft_worker.drafters.base import Drafter
+from draft_worker.drafters.base import Drafter, FeatureDrafter
 from draft_worker.drawing import DraftCounterNoise
 from protos.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from splitspec.engine.scheduler import Scheduler, Steps, Timer
 from splitspec.errors import InvalidRequestError, NotFoundError, OutOfSyncError
+from splitspec.features import FeatureFormat
 from splitspec.handles import HandleStore
 from splitspec.telemetry import Telemetry, names
 from splitspec.telemetry.worker import Watch, Work
 from splitspec.tokens import TokenLog
 from splitspec.types import MAX_MESSAGE_BYTES, MAX_NUM_DRAFT_TOKENS, PROTOCOL_VERSION, Drawing
-from splitspec.wire import seal_key
+from splitspec.wire import Draft, seal_key
 from splitspec.worker_session import WorkerSession, serve_session
 
 log = structlog.get_logger()
@@ -139,11 +141,20 @@ class DraftSession(WorkerSession[Drafting]):
             # The session's last request had another drafter: its state is of no use to this one.
             self.held.state = begin()
         self._drafter, self._state = drafter, self.held.state.state
+        self._features = FeatureFormat.from_proto(drafter.info.features)
 
     @property
     def vocabulary_size(self) -> int:
         """Ids of the drafter's model; a drafter without one takes whatever the target commits."""
         return self._drafter.info.model.vocabulary_size or 2**32
+
+    @property
+    def features_length(self) -> int:
+        return 0 if self._features is None else self._feature_drafter.held_features(self._state)
+
+    @property
+    def _feature_drafter(self) -> FeatureDrafter:
+        return cast(FeatureDrafter, self._drafter)
 
     def prepare(self, request: draft_pb2.DraftSessionRequest) -> None:
         self._drawing = Drawing.from_proto(request.open)
@@ -190,14 +201,17 @@ class DraftSession(WorkerSession[Drafting]):
                 raise InvalidRequestError.of(
                     "propose.token_ids", token, f"an id below {self.vocabulary_size}"
                 )
+        features = self._decoded(message, stamp.base_length) if message.HasField("features") else None
         held.tokens.extend(message.token_ids)
         held.check_prefix(stamp)
         held.revision, held.round = stamp.revision, stamp.round
         noise = DraftCounterNoise(self._drawing.seed, stamp.round)
-        draft = await self.run(
-            self._drafter.propose(self._state, held.tokens, message.num_draft_tokens, self._drawing, noise),
-            timer,
+        steps = self._drafter.propose(
+            self._state, held.tokens, message.num_draft_tokens, self._drawing, noise
         )
+        if features is not None:
+            steps = self._with_features(message.features.start, features, steps)
+        draft = await self.run(steps, timer)
         info = self._drafter.info
         key = seal_key(self._drawing, info.model.vocabulary_hash, stamp.prefix_hash)
         return common_pb2.Proposal(
@@ -207,3 +221,28 @@ class DraftSession(WorkerSession[Drafting]):
             body=draft.encode(key),
             timings=timer.to_proto(),
         )
+
+    def _decoded(self, message: draft_pb2.Propose, base_length: int) -> torch.Tensor:
+        """The features of a Propose. Raises InvalidRequestError for those that weren't wanted or can't be."""
+        start, shape = message.features.start, list(message.features.shape)
+        if self._features is None:
+            expected = f"none, as {self._drafter.info.name} drafts without"
+            raise InvalidRequestError.of("propose.features", f"features of shape {shape}", expected)
+        features = self._features.decode(message.features)
+        if start + len(features) >= base_length:
+            expected = f"tokens before the last of the {base_length} committed ones"
+            raise InvalidRequestError.of(
+                "propose.features", f"{len(features)} tokens from {start} on", expected
+            )
+        return features
+
+    def _with_features(self, start: int, features: torch.Tensor, steps: Steps[Draft]) -> Steps[Draft]:
+        """Hand features over, and then make the proposal. Raises OutOfSyncError when some are left out."""
+        yield from self._drafter.feed(self._state, self.held.tokens)
+        held = self.features_length
+        if start > held:
+            raise OutOfSyncError(
+                f"propose.features.start is {start}, but the worker holds those of {held} tokens"
+            )
+        self._feature_drafter.take_features(self._state, start, features)
+        return (yield from steps)

@@ -109,6 +109,11 @@ class TargetSettings(WorkerSettings):
         True,
         description="Whether greedy and seeded text must not depend on speculation and on other requests.",
     )
+    feature_layers: str = Field(
+        "auto",
+        description="Decoder layers whose outputs are kept for drafters that ask for them: auto, none, or "
+        "numbers from 0 such as 2+15+27; auto is what EAGLE-3 takes.",
+    )
 
 
 class DraftSettings(WorkerSettings):

@@ -57,6 +57,11 @@ class WorkerSession(abc.ABC, Generic[S]):
     async def answer(self, kind: str, request: Any, timer: Timer, work: Work, context: Any) -> Any:
         """The answer to a message that is neither open nor close; None when it gets none."""
 
+    @property
+    def features_length(self) -> int:
+        """Tokens, from the first on, whose target features the state holds."""
+        return 0
+
     async def open(self, request: Any, timer: Timer) -> common_pb2.Opened:
         """Take over the committed tokens, and feed those that lack. A repeated Open takes nothing back."""
         held = self.held
@@ -111,6 +116,7 @@ class WorkerSession(abc.ABC, Generic[S]):
             length=len(self.held.tokens),
             cached_length=cached_length,
             timings=timer.to_proto(),
+            features_length=self.features_length,
         )
 
 

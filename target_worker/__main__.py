@@ -10,6 +10,8 @@ import torch
 from protos.v1 import target_pb2, target_pb2_grpc
 from splitspec.config import TargetSettings
 from splitspec.engine.causal_lm import CausalLM
+from splitspec.engine.features import parse_feature_layers
+from splitspec.engine.loading import count_layers
 from splitspec.models import resolve_model
 from splitspec.process import registered, run_process, serve_until_signal, telemetry, unique_id
 from splitspec.registry import Registry, WorkerEntry
@@ -39,6 +41,7 @@ async def serve(settings: TargetSettings, worker_id: str, telemetry: Telemetry) 
         device=settings.device,
         kv_memory_bytes=settings.kv_memory_bytes,
         deterministic=settings.deterministic,
+        feature_layers=parse_feature_layers(settings.feature_layers, count_layers(directory, settings.model)),
     )
     log.info(
         "model loaded",
@@ -46,6 +49,7 @@ async def serve(settings: TargetSettings, worker_id: str, telemetry: Telemetry) 
         dtype=settings.dtype,
         device=settings.device,
         deterministic=model.info.deterministic,
+        feature_layers=list(model.info.feature_layers),
     )
     worker = TargetWorker(
         worker_id,

@@ -19,6 +19,7 @@ from splitspec.tokens import TokenLog
 from splitspec.types import MAX_MESSAGE_BYTES, MAX_NUM_DRAFT_TOKENS, PROTOCOL_VERSION, Drawing, Rule
 from splitspec.wire import Draft, seal_key
 from splitspec.worker_session import WorkerSession, serve_session
+from target_worker.features import FeatureReader
 from target_worker.verifier import Verified, decode, take_over, verify
 
 log = structlog.get_logger()
@@ -124,6 +125,7 @@ class TargetSession(WorkerSession[KV]):
     def prepare(self, request: target_pb2.TargetSessionRequest) -> None:
         self._drawing = Drawing.from_proto(request.open)
         self._drawing.check_vocabulary(self.vocabulary_size)
+        self._features = FeatureReader(self._model, request.open.features)
         most = self._model.info.max_context - 1
         if not 1 <= request.stamp.base_length <= most:
             raise InvalidRequestError.of(
@@ -152,19 +154,19 @@ class TargetSession(WorkerSession[KV]):
         context: Context,
     ) -> target_pb2.TargetSessionResponse | None:
         if kind == "verify":
-            verdict = await self._verify(request.stamp, request.verify.proposal, timer)
+            verdict = await self._verify(request.stamp, request.verify, timer)
             work.verified(verdict)
             return None if verdict is None else target_pb2.TargetSessionResponse(verdict=verdict)
         if kind == "decode":
-            await self._decode(request.stamp, request.decode.num_tokens, timer, work, context)
+            await self._decode(request.stamp, request.decode, timer, work, context)
             return None
         raise InvalidRequestError.of("message", kind, "open, verify, decode or close")
 
     async def _verify(
-        self, stamp: common_pb2.Stamp, proposal: common_pb2.Proposal, timer: Timer
+        self, stamp: common_pb2.Stamp, message: target_pb2.Verify, timer: Timer
     ) -> common_pb2.Verdict | None:
         """The verdict on a proposal, or None for a stale one, which gets no answer."""
-        held = self.held
+        held, proposal = self.held, message.proposal
         held.check_epoch(stamp)
         held.check_epoch(proposal.stamp)
         key = (proposal.stamp.round, proposal.body)
@@ -180,12 +182,17 @@ class TargetSession(WorkerSession[KV]):
             log.info("stale proposal dropped", session=held.session_id, round=proposal.stamp.round)
             return None
         held.check_prefix(proposal.stamp)
+        start = self._features.start("verify", message, len(held.tokens))
         draft, num_one_hot, mismatch = self._draft(proposal)
-        verified = await self.run(
-            verify(self._model, held.state, held.tokens, draft, self._drawing, proposal.stamp.round, timer),
-            timer,
-        )
-        verdict = self._commit(proposal.stamp.round, verified)
+
+        def steps() -> Steps[tuple[Verified, common_pb2.Features | None]]:
+            round_number = proposal.stamp.round
+            verified = yield from verify(
+                self._model, held.state, held.tokens, draft, self._drawing, round_number, timer
+            )
+            return verified, self._features.read(held.state, start)
+
+        verdict = self._commit(proposal.stamp.round, *await self.run(steps(), timer))
         verdict.timings.CopyFrom(timer.to_proto())
         verdict.num_one_hot, verdict.seal_mismatch = num_one_hot, mismatch
         self._kept = (key, verdict)
@@ -208,10 +215,10 @@ class TargetSession(WorkerSession[KV]):
         return decoded
 
     async def _decode(
-        self, stamp: common_pb2.Stamp, num_tokens: int, timer: Timer, work: Work, context: Context
+        self, stamp: common_pb2.Stamp, message: target_pb2.Decode, timer: Timer, work: Work, context: Context
     ) -> None:
         """One verdict for each plain token; token j is round stamp.round + j."""
-        held = self.held
+        held, num_tokens = self.held, message.num_tokens
         held.check_epoch(stamp)
         if stamp.round <= held.round:
             log.info("stale decode dropped", session=held.session_id, round=stamp.round)
@@ -222,22 +229,27 @@ class TargetSession(WorkerSession[KV]):
             raise InvalidRequestError.of(
                 "decode.num_tokens", num_tokens, f"1 to {room}, what the context leaves"
             )
+        start = self._features.start("decode", message, len(held.tokens))
         work.granted(num_tokens)
+        rounds = range(stamp.round, stamp.round + num_tokens)
         loop = asyncio.get_running_loop()
-        drawn: asyncio.Queue[tuple[int, Verified, common_pb2.ServerTimings] | None] = asyncio.Queue()
+        drawn: asyncio.Queue[
+            tuple[int, Verified, common_pb2.Features | None, common_pb2.ServerTimings] | None
+        ] = asyncio.Queue()
 
         def emit(round_number: int, verified: Verified) -> None:
-            loop.call_soon_threadsafe(drawn.put_nowait, (round_number, verified, timer.lap()))
+            features = self._features.read(held.state, start) if round_number == rounds[-1] else None
+            token = (round_number, verified, features, timer.lap())
+            loop.call_soon_threadsafe(drawn.put_nowait, token)
 
-        rounds = range(stamp.round, stamp.round + num_tokens)
         steps = decode(self._model, held.state, held.tokens, self._drawing, rounds, timer, emit)
         job = asyncio.create_task(self.run(steps, timer))
         job.add_done_callback(lambda _: drawn.put_nowait(None))
         try:
             while (token := await drawn.get()) is not None:
                 self.check_fence()
-                round_number, verified, timings = token
-                verdict = self._commit(round_number, verified)
+                round_number, verified, features, timings = token
+                verdict = self._commit(round_number, verified, features)
                 verdict.timings.CopyFrom(timings)
                 work.decoded(verdict)
                 await context.write(target_pb2.TargetSessionResponse(verdict=verdict))
@@ -245,7 +257,9 @@ class TargetSession(WorkerSession[KV]):
         finally:
             job.cancel()
 
-    def _commit(self, round_number: int, verified: Verified) -> common_pb2.Verdict:
+    def _commit(
+        self, round_number: int, verified: Verified, features: common_pb2.Features | None
+    ) -> common_pb2.Verdict:
         held, outcome = self.held, verified.outcome
         held.tokens.extend(verified.committed)
         held.revision += 1
@@ -259,4 +273,5 @@ class TargetSession(WorkerSession[KV]):
             next_origin=outcome.next_origin.value,
             rule=verified.rule.value,
             logprobs=[logprobs.to_proto() for logprobs in verified.logprobs],
+            features=features,
         )

@@ -11,6 +11,8 @@ from splitspec.types import Drawing
 from splitspec.wire import Draft
 
 if TYPE_CHECKING:
+    import torch
+
     from draft_worker.drawing import DraftCounterNoise
     from splitspec.engine.blocks import BlockPool
     from splitspec.engine.scheduler import Steps
@@ -72,6 +74,26 @@ class Drafter(Protocol):
 
     def held_bytes(self, state: Any) -> int:
         """Bytes of KV that the state holds; 0 for a drafter without KV."""
+        ...
+
+
+class FeatureDrafter(Drafter, Protocol):
+    """A drafter that drafts from features of the target: its info.features names layers.
+
+    It is told those of all committed tokens but the last, in order; a long text's take several rounds.
+    Until then it proposes nothing, or without them.
+    """
+
+    def held_features(self, state: Any) -> int:
+        """Tokens, from the first on, whose features the state holds; `feed` drops those behind a cut."""
+        ...
+
+    def take_features(self, state: Any, start: int, features: torch.Tensor) -> None:
+        """Features of tokens that were fed, from `start` on, which is at most held_features(state).
+
+        features: [tokens, layers, hidden size] on the CPU, layers and element type as info.features has
+        them. Called on the model's thread.
+        """
         ...
 
 
