@@ -1,0 +1,1 @@
+"""EAGLE drafts: one decoder layer that reads the target's features."""
