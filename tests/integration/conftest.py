@@ -38,12 +38,19 @@ async def stack(demo_model: Path) -> AsyncIterator[Stack]:
 PATIENT = ["--draft-patience", "1000", "--draft-timeout-s", "5", "--draft-retry-s", "0.2"]
 
 
-def tiny_stack(model: Path, *, target: tuple[str, ...] = (), coordinator: tuple[str, ...] = ()) -> Stack:
+def tiny_stack(
+    model: Path,
+    *,
+    target: tuple[str, ...] = (),
+    draft: tuple[str, ...] = (),
+    coordinator: tuple[str, ...] = (),
+) -> Stack:
     """A stack on the tiny model, whose default draft is the target itself."""
     return Stack(
         model=model,
         drafters=["lookup", f"model={model}"],
         target_args=target,
+        draft_args=draft,
         coordinator_args=[*PATIENT, "--drafter", "model", *coordinator],
     )
 
