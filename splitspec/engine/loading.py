@@ -171,26 +171,39 @@ def max_context(config: Any, name: str) -> int:
 def fingerprint(
     directory: Path, dtype: torch.dtype, device: torch.device, keep_layers: Sequence[int] | None
 ) -> str:
-    """Hash of what the model computes: config.json, weights, kept layers, element type and device class.
-
-    Of each safetensors file it takes the size, the whole header (names, shapes and types of all tensors)
-    and 4 KiB of every MiB of content: a hash of 140 GB would take minutes at each start, and any training
-    step changes nearly every weight.
-    """
-    digest = hashlib.sha256()
-    digest.update((directory / "config.json").read_bytes())
+    """Hash of what the model computes: config.json, weights, kept layers, element type and device class."""
     kept = None if keep_layers is None else list(keep_layers)
-    digest.update(json.dumps([str(dtype), device.type, kept]).encode())
-    for path in sorted(directory.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            header_bytes = struct.unpack("<Q", file.read(8))[0]
-            digest.update(file.read(header_bytes))
-            for offset in range(8 + header_bytes, size, _SAMPLE_STRIDE):
-                file.seek(offset)
-                digest.update(file.read(_SAMPLE_BYTES))
+    digest = hashlib.sha256((directory / "config.json").read_bytes())
+    digest.update(json.dumps([str(dtype), device.type, kept, weights_hash(directory)]).encode())
     return digest.hexdigest()
+
+
+def weights_hash(directory: Path) -> str:
+    """Hash of a checkpoint's weights, however they are cut into files and whatever they are served as.
+
+    Of each tensor it takes the name, shape and type, and 4 KiB of every MiB of content: a hash of 140 GB
+    would take minutes at each start, and any training step changes nearly every weight. Raises ConfigError
+    naming `model` for a directory without weights or with broken ones.
+    """
+    tensors: list[tuple[str, str, list[int], str]] = []
+    try:
+        for path in directory.glob("*.safetensors"):
+            with path.open("rb") as file:
+                start = 8 + struct.unpack("<Q", file.read(8))[0]
+                header = json.loads(file.read(start - 8))
+                header.pop("__metadata__", None)
+                for tensor, entry in header.items():
+                    first, last = entry["data_offsets"]
+                    content = hashlib.sha256()
+                    for offset in range(start + first, start + last, _SAMPLE_STRIDE):
+                        file.seek(offset)
+                        content.update(file.read(min(_SAMPLE_BYTES, start + last - offset)))
+                    tensors.append((tensor, entry["dtype"], entry["shape"], content.hexdigest()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise wrong_model(str(directory), "a model with intact safetensors weights", error) from error
+    if not tensors:
+        raise wrong_model(str(directory), "a model with safetensors weights")
+    return hashlib.sha256(json.dumps(sorted(tensors)).encode()).hexdigest()
 
 
 def wrong_model(name: str, expected: str, error: Exception | None = None) -> ConfigError:
