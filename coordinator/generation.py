@@ -23,6 +23,7 @@ from coordinator.workers import WorkerPool
 from protos.v1 import common_pb2, coordinator_pb2
 from splitspec.config import CoordinatorSettings
 from splitspec.errors import (
+    HandshakeError,
     InvalidRequestError,
     OutOfSyncError,
     OverloadedError,
@@ -153,7 +154,8 @@ class Generation:
     ) -> coordinator_pb2.Finished:
         """Open both workers and run the rounds, behind what an earlier attempt has emitted last."""
         drafting = await self._open_drafting(owned, links)
-        target, opened = await self._open_target(owned, links, held=owned.record.target)
+        features = await self._wanted_features(drafting)
+        target, opened = await self._open_target(owned, links, features, held=owned.record.target)
         self.stats.count_prompt(note.prompt_end, opened.cached_length)
         with self.stats.span.child(names.JOURNAL):
             await owned.journal.acknowledged(len(owned.session.tokens))
@@ -222,17 +224,26 @@ class Generation:
         links.callback(drafting.cancel)
         return drafting
 
+    async def _wanted_features(self, drafting: Drafting | None) -> common_pb2.FeatureRequest | None:
+        """What the drafter wants of the target, also when its worker only comes later."""
+        if drafting is None:
+            return None
+        drafter = drafting.drafter or self.request.drafter or await self.workers.default_drafter()
+        return self.workers.features(drafter)
+
     async def _open_target(
         self,
         owned: Ownership,
         links: contextlib.AsyncExitStack,
+        features: common_pb2.FeatureRequest | None,
         held: WorkerHandle | None = None,
         lost: TargetLink | None = None,
     ) -> tuple[TargetLink, common_pb2.Opened]:
         """The session on the first target worker that can be reached and has room.
 
         The one that holds its KV comes first, the one that was lost last. In mid-stream only the very same
-        model can go on. Raises UnavailableError, OverloadedError.
+        model can go on. Raises UnavailableError, OverloadedError, and HandshakeError for workers that don't
+        keep the features that the drafter wants.
         """
         session = owned.session
         with self.stats.choosing("target"):
@@ -242,12 +253,16 @@ class Generation:
             hosts.sort(key=lambda host: host.worker_id == lost.worker_id)
         failure: SplitspecError = UnavailableError("no target worker with the model of this request is left")
         for host in hosts:
-            target = TargetLink(host, session, self.stats, self.settings.target_timeout_s, self._left_s)
+            target = TargetLink(
+                host, session, self.stats, self.settings.target_timeout_s, self._left_s, features
+            )
             links.callback(target.cancel)
             try:
+                if features is not None:
+                    host.check_features(features)
                 handle = held.handle if held and held.worker_id == host.worker_id else ""
                 opened = await target.open(handle, len(owned.record.token_ids), self._keep_kv_ms)
-            except (UnavailableError, OverloadedError) as error:
+            except (UnavailableError, OverloadedError, HandshakeError) as error:
                 log.warning("target worker unavailable", worker=host.worker_id, error=str(error))
                 failure = error
             else:
@@ -281,7 +296,7 @@ class Generation:
                 lost.cancel()
                 if losses == _MOST_LOSSES:
                     raise
-                rounds.target, _ = await self._open_target(owned, links, lost=lost)
+                rounds.target, _ = await self._open_target(owned, links, lost.features, lost=lost)
 
     def _delivery(self, owned: Ownership, note: Note, links: contextlib.AsyncExitStack) -> Delivery:
         one_token_each = self.request.one_token_per_chunk

@@ -90,9 +90,10 @@ class Rounds:
 
     async def _verify(self, proposal: common_pb2.Proposal | None) -> common_pb2.Verdict:
         """The target's verdict on the proposal, or its next plain token."""
+        start = self._features_start
         if proposal is not None:
             try:
-                return await self.target.verify(proposal)
+                return await self.target.verify(proposal, start)
             except InvalidRequestError as error:  # the proposal's fault, hence the draft worker's
                 assert self.drafting is not None
                 self.drafting.drop(error)
@@ -101,7 +102,9 @@ class Rounds:
         window = self.settings.decode_window
         if self.drafting is not None and self.drafting.link is not None:
             window = max(1, min(window, self._pause))
-        return await self.target.decode(min(window, self.stopper.remaining))
+        if self._pause > self.settings.decode_window:
+            start = None  # what is granted now ends before another proposal is asked for
+        return await self.target.decode(min(window, self.stopper.remaining), start)
 
     def _commit(self, verdict: common_pb2.Verdict, span: Span) -> Block:
         """Cut the verdict's tokens and commit them. span: the round's."""
@@ -113,10 +116,21 @@ class Rounds:
             commit.set({names.NUM_TOKENS: len(kept)})
             self.stats.count(verdict, len(kept))
             self.session.commit(verdict, kept)
+        if verdict.HasField("features") and self.drafting is not None and self.drafting.link is not None:
+            self.drafting.link.bring(verdict.features)
         self._num_accepted = verdict.num_accepted
         origins = [*[common_pb2.TOKEN_ORIGIN_ACCEPTED] * verdict.num_accepted, verdict.next_origin]
         count = len(kept)
         return Block(offset, emission, tuple(origins[:count]), tuple(verdict.logprobs[:count]), span)
+
+    @property
+    def _features_start(self) -> int | None:
+        """First token whose features the draft worker lacks; None when it wants none."""
+        link = self.drafting.link if self.drafting is not None else None
+        # A worker that came in mid-stream may want others than those that the target was opened for.
+        if link is None or link.features != self.target.features:
+            return None
+        return link.features_start
 
     @property
     def _patience_s(self) -> float:

@@ -49,6 +49,8 @@ class Wait:
 
     def verified(self, verdict: common_pb2.Verdict) -> None:
         self.timings = verdict.timings
+        if verdict.HasField("features"):
+            self.span.set({names.FEATURE_BYTES: len(verdict.features.data)})
         if verdict.num_draft_tokens:
             self.span.set({names.NUM_ACCEPTED: verdict.num_accepted, names.NUM_ONE_HOT: verdict.num_one_hot})
 

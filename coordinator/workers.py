@@ -35,6 +35,15 @@ class TargetHost:
     def fingerprint(self) -> str:
         return self.description.model.fingerprint
 
+    def check_features(self, features: common_pb2.FeatureRequest) -> None:
+        """Raise HandshakeError unless the worker keeps what a drafter wants."""
+        kept = list(self.description.model.feature_layers)
+        if not set(features.layers) <= set(kept):
+            raise HandshakeError(
+                f"the drafter wants features of the target's layers {list(features.layers)}, but "
+                f"target worker {self.worker_id} keeps {kept}: set its feature_layers"
+            )
+
 
 @dataclass(frozen=True, eq=False)
 class DraftHost:
@@ -62,7 +71,7 @@ class WorkerPool:
         self._vocabulary = vocabulary
         self._model = model
         self._default_drafter = default_drafter
-        self._drafters_seen: set[str] = set()
+        self._drafters_seen: dict[str, draft_pb2.DrafterInfo] = {}
         self._fingerprint = ""
         self._refused: set[str] = set()
         self._targets: _Hosts[TargetHost] = _Hosts(registry, "target", self._connect_target)
@@ -117,6 +126,11 @@ class WorkerPool:
             f"speculation.drafter is {drafter!r}, expected one of: {known}", field="speculation.drafter"
         )
 
+    def features(self, drafter: str) -> common_pb2.FeatureRequest | None:
+        """The target's features that a drafter wants, as it was last seen; None for none."""
+        info = self._drafters_seen.get(drafter)
+        return info.features if info is not None and info.features.layers else None
+
     async def drafters(self) -> list[str]:
         """Names of the drafters at hand."""
         hosts = await self._drafts.refresh()
@@ -154,7 +168,7 @@ class WorkerPool:
     async def _connect_draft(self, entry: WorkerEntry) -> DraftHost:
         stub = draft_pb2_grpc.DraftWorkerServiceStub(_channel(entry))
         description = await _describe(entry, stub.Describe, draft_pb2.DraftWorkerServiceDescribeRequest())
-        self._drafters_seen |= {info.name for info in description.drafters}
+        self._drafters_seen |= {info.name: info for info in description.drafters}
         return DraftHost(entry.worker_id, stub, description)
 
     def _check_vocabulary(self, host: DraftHost, drafter: str) -> None:

@@ -61,7 +61,15 @@ class Link(Generic[Q, A]):
     def _waiting(self, name: SpanName) -> AbstractContextManager[Wait]:
         return self._stats.waiting(name, self.role, self.worker_id)
 
-    def _open(self, handle: str, start: int, end: int, lease_ms: int, drafter: str = "") -> common_pb2.Open:
+    def _open(
+        self,
+        handle: str,
+        start: int,
+        end: int,
+        lease_ms: int,
+        drafter: str = "",
+        features: common_pb2.FeatureRequest | None = None,
+    ) -> common_pb2.Open:
         """An Open that brings the session's tokens from `start` up to `end`."""
         drawing = self._session.drawing
         assert drawing is not None
@@ -75,6 +83,7 @@ class Link(Generic[Q, A]):
             tenant=self._session.tenant,
             lease_ms=lease_ms,
             drafter=drafter,
+            features=features,
         )
 
     def cancel(self) -> None:

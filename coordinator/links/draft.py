@@ -51,7 +51,14 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
         deadline_s: float | None,
     ) -> None:
         super().__init__(host.worker_id, host.stub.DraftSession(timeout=deadline_s), session, stats)
+        info = host.drafter(drafter)
+        assert info is not None
         self.drafter = drafter
+        #: What the drafter wants of the target; None for nothing.
+        self.features = info.features if info.features.layers else None
+        #: Tokens whose features the worker holds or was sent; None while it isn't open.
+        self._features_length: int | None = None
+        self._features: common_pb2.Features | None = None
         self.gone = False
         self._lease_ms = lease_ms
         self._sent = 0
@@ -69,11 +76,22 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
                 handle, length = response.opened.handle, response.opened.length
                 if length == stamp.base_length:
                     self._sent = length
+                    self._features_length = min(response.opened.features_length, length - 1)
                     wait.opened(response.opened)
                     return response
                 if length >= start:
                     raise OutOfSyncError(f"{self._name} took {length} of {stamp.base_length} tokens")
                 start = length
+
+    @property
+    def features_start(self) -> int | None:
+        """First token whose features it lacks; None when it wants none, or isn't open yet."""
+        return self._features_length if self.features is not None else None
+
+    def bring(self, features: common_pb2.Features) -> None:
+        """Features of the target for the next Propose. Of no use when some before them are missing."""
+        if self.features_start is not None and features.start <= self.features_start:
+            self._features = features
 
     async def propose(
         self, num_draft_tokens: int, num_accepted: int, patience_s: float
@@ -97,8 +115,12 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
             start=self._sent,
             token_ids=self._session.tokens[self._sent :],
             num_accepted=num_accepted,
+            features=self._features,
         )
         self._sent = len(self._session.tokens)
+        if self._features is not None:
+            self._features_length = self._features.start + self._features.shape[0]
+            self._features = None
         request = draft_pb2.DraftSessionRequest(stamp=stamp, trace=wait.trace, propose=message)
         self._pending = self._ask(self._exchange(request))
         response = await self._settle(max(0, deadline - time.monotonic()), wait.span)

@@ -23,11 +23,21 @@ class TargetLink(Link[target_pb2.TargetSessionRequest, target_pb2.TargetSessionR
     role = "target"
 
     def __init__(
-        self, host: TargetHost, session: Session, stats: Stats, timeout_s: float, deadline_s: float | None
+        self,
+        host: TargetHost,
+        session: Session,
+        stats: Stats,
+        timeout_s: float,
+        deadline_s: float | None,
+        features: common_pb2.FeatureRequest | None = None,
     ) -> None:
-        """timeout_s: longest wait for an answer. deadline_s: what the client's deadline leaves."""
+        """timeout_s: longest wait for an answer. deadline_s: what the client's deadline leaves.
+
+        features: those that the drafter wants.
+        """
         super().__init__(host.worker_id, host.stub.TargetSession(timeout=deadline_s), session, stats)
         self.host = host
+        self.features = features
         self._timeout_s = timeout_s
         #: Plain tokens that were granted and haven't arrived.
         self.outstanding = 0
@@ -43,7 +53,7 @@ class TargetLink(Link[target_pb2.TargetSessionRequest, target_pb2.TargetSessionR
         start, total = held if handle else 0, len(self._session.tokens)
         with self._waiting(names.OPEN) as wait:
             while True:
-                message = self._open(handle, start, total, lease_ms)
+                message = self._open(handle, start, total, lease_ms, features=self.features)
                 request = target_pb2.TargetSessionRequest(
                     stamp=self._session.stamp(), trace=wait.trace, open=message
                 )
@@ -57,18 +67,26 @@ class TargetLink(Link[target_pb2.TargetSessionRequest, target_pb2.TargetSessionR
                     raise OutOfSyncError(f"{self._name} took {opened.length} of {total} tokens")
                 start = opened.length
 
-    async def verify(self, proposal: common_pb2.Proposal) -> common_pb2.Verdict:
-        """The verdict on a proposal, which is relayed as it came."""
+    async def verify(self, proposal: common_pb2.Proposal, features_start: int | None) -> common_pb2.Verdict:
+        """The verdict on a proposal, which is relayed as it came.
+
+        features_start: first token whose features it should bring; None for none.
+        """
         with self._waiting(names.VERIFY) as wait:
             request = target_pb2.TargetSessionRequest(
-                stamp=proposal.stamp, trace=wait.trace, verify=target_pb2.Verify(proposal=proposal)
+                stamp=proposal.stamp,
+                trace=wait.trace,
+                verify=target_pb2.Verify(proposal=proposal, features_start=features_start),
             )
             self._next_round = proposal.stamp.round
             await self._write(request)
             return await self._verdict(wait)
 
-    async def decode(self, window: int) -> common_pb2.Verdict:
-        """The next plain token. Keeps up to `window` tokens granted, so that none waits for a round trip."""
+    async def decode(self, window: int, features_start: int | None) -> common_pb2.Verdict:
+        """The next plain token. Keeps up to `window` tokens granted, so that none waits for a round trip.
+
+        features_start: as for `verify`; the last of the tokens granted now brings them.
+        """
         room = self.host.description.model.max_context - len(self._session.tokens)
         grant = min(window, room) - self.outstanding
         with self._waiting(names.DECODE) as wait:
@@ -76,7 +94,7 @@ class TargetLink(Link[target_pb2.TargetSessionRequest, target_pb2.TargetSessionR
                 request = target_pb2.TargetSessionRequest(
                     stamp=self._session.next_round(grant),
                     trace=wait.trace,
-                    decode=target_pb2.Decode(num_tokens=grant),
+                    decode=target_pb2.Decode(num_tokens=grant, features_start=features_start),
                 )
                 if not self.outstanding:
                     self._next_round = request.stamp.round

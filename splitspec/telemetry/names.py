@@ -95,6 +95,9 @@ NUM_TOKENS = Attribute("splitspec.num_tokens", "tokens that were fed, granted, c
 MISSED = Attribute("splitspec.missed", "true when no proposal came within the patience")
 REPEATED = Attribute("splitspec.repeated", "true for a verdict that had been given before")
 STALE = Attribute("splitspec.stale", "true for a message that was dropped as stale")
+FEATURE_BYTES = Attribute(
+    "splitspec.feature_bytes", "bytes of the target's features that the verdict brought for the drafter"
+)
 DURABLE = Attribute("splitspec.durable", "whether the journal had the tokens when they were sent")
 QUEUE_US = Attribute("splitspec.server.queue_us", "the server's wait for its model, in microseconds")
 MODEL_US = Attribute("splitspec.server.model_us", "the server's model passes, in microseconds")
@@ -167,14 +170,14 @@ VERIFY = SpanName(
     "verify",
     ("round",),
     "waiting for the verdict on a proposal",
-    (WORKER_ID, NUM_ACCEPTED, NUM_ONE_HOT, WIRE_US, *_SERVER_TIMES, ERROR_TYPE),
+    (WORKER_ID, NUM_ACCEPTED, NUM_ONE_HOT, FEATURE_BYTES, WIRE_US, *_SERVER_TIMES, ERROR_TYPE),
     kind=SpanKind.CLIENT,
 )
 DECODE = SpanName(
     "decode",
     ("round",),
     "waiting for the next plain token",
-    (WORKER_ID, WIRE_US, *_SERVER_TIMES, ERROR_TYPE),
+    (WORKER_ID, FEATURE_BYTES, WIRE_US, *_SERVER_TIMES, ERROR_TYPE),
     kind=SpanKind.CLIENT,
 )
 COMMIT = SpanName("commit", ("round",), "the final cut of the verdict's tokens", (NUM_TOKENS, ERROR_TYPE))
