@@ -31,8 +31,9 @@ class Question:
     turns: tuple[str, ...]
 
 
-def questions(per_group: int) -> list[Question]:
-    """The first `per_group` questions of each group; of conversation in turn from its categories."""
+def questions(per_group: int | None) -> list[Question]:
+    """The first `per_group` questions of each group, None for all; of conversation in turn from its
+    categories."""
     found: defaultdict[str, list[Question]] = defaultdict(list)
     with gzip.open(_PATH, "rt", encoding="utf-8") as lines:
         for line in lines:
