@@ -12,9 +12,11 @@ from splitspec.errors import ConfigError
 
 # By module name, imported when used: a worker that only looks up prompts needs no torch.
 _KINDS = {
+    "hybrid": "draft_worker.drafters.hybrid",
     "layer_skip": "draft_worker.drafters.layer_skip",
     "lookup": "draft_worker.drafters.lookup",
     "model": "draft_worker.drafters.model",
+    "suffix": "draft_worker.drafters.suffix",
 }
 
 
@@ -31,10 +33,13 @@ class DrafterSpec:
     def parse(cls, text: str) -> DrafterSpec:
         """Read `KIND[=CHECKPOINT][,key=value...]`.
 
-        Every kind has the option `name`, what sessions call it by; default: the kind.
+        Every kind has the option `name`, what sessions call it by; default: the kind. An option `drafter` is
+        the last one: the rest of the text is the drafter that it names, with its own checkpoint and options.
         Raises ConfigError naming `drafters`, the value and what was expected.
         """
-        head, *pairs = text.split(",")
+        own, *nested = text.split(",drafter=", maxsplit=1)
+        head, *pairs = own.split(",")
+        pairs += [f"drafter={spec}" for spec in nested]
         kind_name, _, checkpoint = head.partition("=")
         if kind_name not in _KINDS:
             raise _wrong(text, f"one of the known drafters: {', '.join(_KINDS)}")
