@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import asyncio
+import contextlib
+import signal
+from collections.abc import Coroutine
+from typing import Any
 
 import structlog
 import torch
@@ -12,6 +16,7 @@ from splitspec.config import TargetSettings
 from splitspec.engine.causal_lm import CausalLM
 from splitspec.engine.features import parse_feature_layers
 from splitspec.engine.loading import count_layers
+from splitspec.engine.parallel import Ranks, join_ranks
 from splitspec.models import resolve_model
 from splitspec.process import registered, run_process, serve_until_signal, telemetry, unique_id
 from splitspec.registry import Registry, WorkerEntry
@@ -24,17 +29,32 @@ SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetWorkerService"].full_nam
 
 
 async def main(settings: TargetSettings) -> None:
-    worker_id = unique_id("target")
-    async with telemetry(settings, "target", worker_id) as started:
-        await serve(settings, worker_id, started)
-
-
-async def serve(settings: TargetSettings, worker_id: str, telemetry: Telemetry) -> None:
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    registry = await Registry.connect(settings.redis_url)
-    directory: Path = resolve_model(settings.model)
-    model = CausalLM.load(
+    ranks = join_ranks(settings.device)
+    if ranks is not None and not ranks.is_first:
+        follow(settings, ranks)
+        return
+    worker_id = unique_id("target")
+    async with telemetry(settings, "target", worker_id) as started:
+        await serve(settings, ranks, worker_id, started)
+
+
+def follow(settings: TargetSettings, ranks: Ranks) -> None:
+    """What all ranks but the first do: it alone serves, and is the one that others talk to."""
+    model = load(settings, ranks)
+    # A signal to stop reaches all ranks. The first one finishes what runs, and lets the others go then.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    ranks.follow(model)
+    ranks.leave()
+
+
+def load(settings: TargetSettings, ranks: Ranks | None) -> CausalLM:
+    # Ranks of one machine share its cache of models, and only one of them needs to fill it.
+    with contextlib.nullcontext() if ranks is None else ranks.first_one_first():
+        directory = resolve_model(settings.model)
+    return CausalLM.load(
         directory,
         name=settings.model,
         dtype=settings.dtype,
@@ -42,7 +62,13 @@ async def serve(settings: TargetSettings, worker_id: str, telemetry: Telemetry) 
         kv_memory_bytes=settings.kv_memory_bytes,
         deterministic=settings.deterministic,
         feature_layers=parse_feature_layers(settings.feature_layers, count_layers(directory, settings.model)),
+        ranks=ranks,
     )
+
+
+async def serve(settings: TargetSettings, ranks: Ranks | None, worker_id: str, telemetry: Telemetry) -> None:
+    registry = await Registry.connect(settings.redis_url)
+    model = load(settings, ranks)
     log.info(
         "model loaded",
         model=settings.model,
@@ -50,6 +76,7 @@ async def serve(settings: TargetSettings, worker_id: str, telemetry: Telemetry) 
         device=settings.device,
         deterministic=model.info.deterministic,
         feature_layers=list(model.info.feature_layers),
+        ranks=1 if ranks is None else ranks.size,
     )
     worker = TargetWorker(
         worker_id,
@@ -69,9 +96,25 @@ async def serve(settings: TargetSettings, worker_id: str, telemetry: Telemetry) 
             return WorkerEntry("target", worker_id, server.address, description)
 
         async with registered(registry, entry, settings.directory_lease_s):
-            await serve_until_signal(server, settings)
+            if ranks is None:
+                await serve_until_signal(server, settings)
+            else:
+                await first_to_end(serve_until_signal(server, settings), ranks.watch(worker.scheduler.post))
     worker.scheduler.close()
+    if ranks is not None:
+        ranks.end()
+        ranks.leave()
     await registry.close()
+
+
+async def first_to_end(*work: Coroutine[Any, Any, None]) -> None:
+    """Return when one of them does, or raise what it raises; the others are cancelled."""
+    tasks = [asyncio.create_task(each) for each in work]
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    for task in done:
+        task.result()
 
 
 run_process(TargetSettings, main)

@@ -28,6 +28,7 @@ class ServerProcess:
 
     name: for people. module: run as `python -m`. service: full name of its gRPC service.
     directory: where its log goes. port: 0 takes a free one, which stays the same when it is restarted.
+    launcher: what runs the module in place of `python -m`, as arguments of Python; torchrun, for example.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ServerProcess:
     arguments: Sequence[str]
     directory: Path
     port: int = 0
+    launcher: Sequence[str] = ("-m",)
     address: str = field(default="", init=False)
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
@@ -106,7 +108,8 @@ class ServerProcess:
         return self.directory / f"{self.module}.address"
 
     def _spawn(self) -> None:
-        server = [sys.executable, "-P", "-m", self.module, "--host", "127.0.0.1", "--port", str(self.port)]
+        server = [sys.executable, "-P", *self.launcher, self.module, "--host", "127.0.0.1"]
+        server += ["--port", str(self.port)]
         server += ["--port-file", str(self._port_file), "--shutdown-grace-s", str(GRACE_S), *self.arguments]
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(

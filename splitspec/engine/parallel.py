@@ -23,13 +23,16 @@ from transformers import PreTrainedModel
 from splitspec.engine import shards
 from splitspec.engine.batch import Batch
 from splitspec.engine.blocks import BlockPool
+from splitspec.engine.loading import parse_device
 from splitspec.errors import ConfigError, UnavailableError
 
-#: Ranks load at different speeds, and the first one may have a model to download.
-_LONGEST_START = timedelta(hours=2)
+#: Ranks are started together, but load at different speeds, and the first one may have a model to download.
+_LONGEST_JOINING = timedelta(minutes=5)
+_LONGEST_LOADING = timedelta(hours=2)
 #: Within a pass ranks wait for one another, between passes for the next one or a beat.
 _LONGEST_SILENCE = timedelta(seconds=60)
 _BEAT_S = 5.0
+_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 class Model(Protocol):
@@ -75,6 +78,23 @@ class _LeadingPool(BlockPool):
         self.changes.append(_Change("copy_block", (source, target)))
 
 
+def join_ranks(device: str) -> Ranks | None:
+    """Meet the processes that torchrun started beside this one; None for one that runs alone.
+
+    Raises ConfigError for a device that ranks can't share, or variables that aren't torchrun's, and
+    UnavailableError when the others don't come.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    missing = sorted(_VARIABLES - os.environ.keys())
+    if missing:
+        raise ConfigError(
+            f"the variable WORLD_SIZE is {os.environ['WORLD_SIZE']!r} without {', '.join(missing)}, "
+            "expected all of them as torchrun sets them, or none"
+        )
+    return Ranks.join(parse_device(device))
+
+
 class Ranks:
     """This process among those that torchrun started.
 
@@ -84,19 +104,17 @@ class Ranks:
 
     def __init__(self, device: torch.device, backend: str) -> None:
         self.device = device
-        dist.init_process_group(backend, timeout=_LONGEST_START)
+        dist.init_process_group(backend, timeout=_LONGEST_JOINING)
+        self._loading: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_LONGEST_LOADING)
         self.group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=_LONGEST_SILENCE)
         self.index, self.size = dist.get_rank(), dist.get_world_size()
         self.lost: Future[UnavailableError] = Future()
         self._changes: list[_Change] = []
+        self._parent = os.getppid()
 
     @classmethod
     def join(cls, device: torch.device) -> Ranks:
-        """Meet the others, by what torchrun has put in the environment.
-
-        Raises ConfigError naming `device` for one that can't be shared by ranks, and UnavailableError when
-        the others don't come.
-        """
+        """See join_ranks."""
         place = _own_device(device)
         if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
             # All on this machine: nobody else needs to reach them.
@@ -105,6 +123,15 @@ class Ranks:
             return cls(place, "gloo" if place.type == "cpu" else f"cpu:gloo,{place.type}:nccl")
         except RuntimeError as error:
             raise _lost(error) from error
+
+    @contextlib.contextmanager
+    def first_one_first(self) -> Iterator[None]:
+        """The block runs on the first rank, and then on the others. Raises UnavailableError as `lead`."""
+        if not self.is_first:
+            self.wait_for_all()
+        yield
+        if self.is_first:
+            self.wait_for_all()
 
     @property
     def is_first(self) -> bool:
@@ -118,7 +145,7 @@ class Ranks:
         """The smallest of all ranks' values, at load. Raises UnavailableError when one is lost."""
         least = torch.tensor(value)
         with self._together():
-            dist.all_reduce(least, dist.ReduceOp.MIN)
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=self._loading)
         return int(least)
 
     def loading_options(self, config: Any, name: str) -> dict[str, Any]:
@@ -152,7 +179,7 @@ class Ranks:
         """On the first rank: see that all are there. Raises UnavailableError when one is lost."""
         with self._together():
             self._tell(None)
-            dist.barrier(self.group)
+            self._answer_beat()
 
     async def watch(self, post: Callable[[Callable[[], None]], None]) -> NoReturn:
         """On the first rank: beat until a rank is lost, and raise the error then.
@@ -166,10 +193,9 @@ class Ranks:
         raise lost.result()
 
     def end(self) -> None:
-        """On the first rank: let the others return from `follow`; nothing when one is lost."""
-        if not self.lost.done():
-            with contextlib.suppress(UnavailableError), self._together():
-                self._say(None)
+        """On the first rank: let the others return from `follow`. Raises UnavailableError as `lead`."""
+        with self._together():
+            self._say(None)
 
     @torch.inference_mode()
     def follow(self, model: Model) -> None:
@@ -179,7 +205,7 @@ class Ranks:
                 for change in told.changes:
                     getattr(model.pool, change.method)(*change.arguments)
                 if told.batch is None:
-                    dist.barrier(self.group)
+                    self._answer_beat()
                 else:
                     model.run(told.batch)
 
@@ -191,6 +217,11 @@ class Ranks:
         told = _Told(self._changes.copy(), batch)
         self._say(told)
         self._changes.clear()
+
+    def _answer_beat(self) -> None:
+        if os.getppid() != self._parent:
+            raise RuntimeError("torchrun has ended, and would start other ranks in the place of these")
+        dist.barrier(self.group)
 
     def _say(self, told: _Told | None) -> None:
         dist.broadcast_object_list([told], src=0, group=self.group, device=torch.device("cpu"))

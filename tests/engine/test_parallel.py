@@ -7,10 +7,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, Phi3Config, PretrainedConfig, Qwen3Config
 
 from splitspec.engine import shards
@@ -74,6 +76,7 @@ def pair(
 ) -> Iterator[tuple[CausalLM, CausalLM]]:
     """The model in this process alone, and on two ranks, with as many blocks of KV."""
     directory = tiny.checkpoint(tmp_path_factory.mktemp(request.param), CONFIGS[request.param])
+    draw_biases(directory / "model.safetensors")
     features = {"feature_layers": [1, 3]}
     memory = NUM_BLOCKS * tiny.load(directory, **features).pool.block_bytes
     alone = tiny.load(directory, kv_memory_bytes=memory, **features)
@@ -81,6 +84,16 @@ def pair(
     ranks = follow(directory=str(directory), **settings)
     yield alone, tiny.load(directory, ranks=ranks, **settings)
     ranks.end()
+
+
+def draw_biases(weights: Path) -> None:
+    """New models have none but zeros."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = {
+        name: torch.randn(tensor.shape, generator=generator) if name.endswith("bias") else tensor
+        for name, tensor in load_file(weights).items()
+    }
+    save_file(drawn, weights, metadata={"format": "pt"})
 
 
 def session(model: CausalLM) -> list[torch.Tensor]:
