@@ -39,34 +39,41 @@ RedisUrl = Annotated[
 ]
 
 
-def run() -> None:
+def run(commands: typer.Typer = app) -> None:
     """Exit code 2 for a wrong flag or setting, 1 for another error; one sentence each, no traceback."""
     try:
-        app()
+        commands()
     except SplitspecError as error:
         err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=not err.is_terminal)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
-def _server(module: str) -> Callable[[typer.Context], None]:
+def _module(module: str) -> Callable[[typer.Context], None]:
     def command(context: typer.Context) -> None:
-        # This very process becomes the server, so that signals and exit codes are its own.
+        # This very process becomes the module's, so that signals and exit codes are its own.
         os.execv(sys.executable, [sys.executable, "-P", "-m", module, *context.args])
 
     return command
 
 
-for _role, _module in (
+for _role, _name in (
     ("coordinator", "coordinator"),
     ("draft", "draft_worker"),
     ("target", "target_worker"),
 ):
     serve.command(
         _role,
-        help=f"Run a {_module.replace('_', ' ')}; all flags are its own.",
+        help=f"Run a {_name.replace('_', ' ')}; all flags are its own.",
         add_help_option=False,
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    )(_server(_module))
+    )(_module(_name))
+
+app.command(
+    "train",
+    help="Train drafts, on data that the target writes itself; `train COMMAND --help` shows its flags.",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(_module("draft_worker.training"))
 
 
 @app.command()

@@ -1,0 +1,1 @@
+"""`splitspec train`: data written by the target itself, and drafts trained on it."""
