@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from splitspec.engine.kv import KV
 
 _RETRY_AFTER_S = 1.0
+#: Blocks side by side that a text may begin with.
+_STRETCH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +67,17 @@ class BlockPool:
                 f"kv_memory_bytes is {memory_bytes}, expected at least the {self.block_bytes} of one block",
                 field="kv_memory_bytes",
             )
-        #: For each layer two tensors [blocks, KV heads, tokens, size]: a block is what one gather brings and
-        #: one product takes. Not touched before a block is handed out, so they cost no memory yet.
+        self.dtype = dtype
+        self.device = device
+        #: For each layer two tensors [blocks, tokens, KV heads, size], so that blocks side by side are one
+        #: run of tokens. Not touched before a block is handed out, so they cost no memory yet.
         self.keys, self.values = (
-            [
-                torch.empty(self.num_blocks, layer.num_kv_heads, block_size, size, dtype=dtype, device=device)
-                for layer, size in zip(layers, sizes, strict=True)
-            ]
+            [self._empty(layer.num_kv_heads, size) for layer, size in zip(layers, sizes, strict=True)]
             for sizes in ([layer.key_size for layer in layers], [layer.value_size for layer in layers])
         )
-        #: [blocks, layers, tokens, hidden size]: go where a token's keys go, in the same layout.
-        self.features = torch.empty(
-            self.num_blocks, feature_layers, block_size, hidden_size, dtype=dtype, device=device
-        )
-        self.device = device
-        #: Blocks from here on have never been handed out.
-        self._untouched = 0
-        self._unused: list[int] = []
+        #: [blocks, tokens, layers, hidden size]: go where a token's keys go.
+        self.features = self._empty(feature_layers, hidden_size)
+        self._unused = _Unused(self.num_blocks)
         self._holders: Counter[int] = Counter()
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -90,6 +86,9 @@ class BlockPool:
         #: Levels are read by other threads.
         self._lock = threading.RLock()
         self._returned: deque[list[int]] = deque()
+
+    def _empty(self, *sizes: int) -> torch.Tensor:
+        return torch.empty(self.num_blocks, self.block_size, *sizes, dtype=self.dtype, device=self.device)
 
     @property
     def num_used(self) -> int:
@@ -117,35 +116,41 @@ class BlockPool:
         """Blocks without content; those that could be evicted aren't counted."""
         with self._lock:
             self._collect()
-            return len(self._unused) + self.num_blocks - self._untouched
+            return len(self._unused)
 
-    def allocate(self, count: int) -> list[int]:
-        """Blocks of zeros with one holder each. Raises OverloadedError, with nothing changed."""
+    def allocate(self, wanted: Sequence[tuple[int | None, int]]) -> list[list[int]]:
+        """For each (last, count) so many blocks of zeros with one holder each; behind block `last`, if free.
+
+        Raises OverloadedError, with nothing changed.
+        """
+        needed = sum(count for _, count in wanted)
         room = self.num_free + len(self._evictable)
-        while count > room and (resting := next(iter(self._resting.values()), None)):
+        while needed > room and (resting := next(iter(self._resting.values()), None)):
             self.wake(resting)
             resting.truncate(0)
             room = self.num_free + len(self._evictable)
-        if count > room:
+        if needed > room:
             raise OverloadedError(
-                f"{count} blocks of KV are needed, but {room} of {self.num_blocks} are free or evictable; "
+                f"{needed} blocks of KV are needed, but {room} of {self.num_blocks} are free or evictable; "
                 "try again when other sessions have ended",
                 retry_after_s=_RETRY_AFTER_S,
             )
         with self._lock:
-            blocks = [self._take() for _ in range(count)]
-            self._holders.update(blocks)
-        if blocks:
-            self.clear(blocks)
-        return blocks
+            runs = [self._take_run(last, count) for last, count in wanted]
+        if needed:
+            self.clear([block for run in runs for block in run])
+        return runs
 
-    def _take(self) -> int:
-        """A block without holders: an unused one, else the least recently used that is registered."""
-        if self._unused:
-            return self._unused.pop()
-        if self._untouched < self.num_blocks:
-            self._untouched += 1
-            return self._untouched - 1
+    def _take_run(self, last: int | None, count: int) -> list[int]:
+        run = []
+        for _ in range(count):
+            last = self._unused.take(last) if self._unused else self._evict()
+            run.append(last)
+        self._holders.update(run)
+        return run
+
+    def _evict(self) -> int:
+        """The least recently used block of those that are registered and that nobody holds."""
         block, _ = self._evictable.popitem(last=False)
         del self._block_of[self._key_of.pop(block)]
         return block
@@ -174,7 +179,7 @@ class BlockPool:
                     if block in self._key_of:
                         self._evictable[block] = None
                     else:
-                        self._unused.append(block)
+                        self._unused.put(block)
 
     def give_back(self, blocks: list[int]) -> None:
         """Release from any thread: it takes effect with the next look at the pool."""
@@ -205,7 +210,7 @@ class BlockPool:
     def copy_rows(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy what is held of single tokens; [2, tokens] of (block, row in block) each."""
         for held in (*self.keys, *self.values, self.features):
-            held[target[0], :, target[1]] = held[source[0], :, source[1]]
+            held[target[0], target[1]] = held[source[0], source[1]]
 
     def copy_block(self, source: int, target: int) -> None:
         for held in (*self.keys, *self.values, self.features):
@@ -214,6 +219,41 @@ class BlockPool:
     def _collect(self) -> None:
         while self._returned:
             self.release(self._returned.popleft())
+
+
+class _Unused:
+    """Ids without content, given out so that those of one session come to lie side by side.
+
+    A text begins at a stretch that is free as a whole, while there is one, so that others don't begin where
+    it wants to go on.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._ids = dict.fromkeys(range(count))
+        self._free_of = [min(_STRETCH, count - start) for start in range(0, count, _STRETCH)]
+        self._whole = dict.fromkeys(range(count // _STRETCH))
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def take(self, last: int | None) -> int:
+        """The id behind `last` if it is unused, else one to begin with. Raises StopIteration without any."""
+        following = None if last is None else last + 1
+        if following not in self._ids:
+            stretch = next(iter(self._whole), None)
+            following = next(iter(self._ids)) if stretch is None else stretch * _STRETCH
+        assert following is not None
+        del self._ids[following]
+        self._free_of[following // _STRETCH] -= 1
+        self._whole.pop(following // _STRETCH, None)
+        return following
+
+    def put(self, block: int) -> None:
+        self._ids[block] = None
+        stretch = block // _STRETCH
+        self._free_of[stretch] += 1
+        if self._free_of[stretch] == _STRETCH:
+            self._whole[stretch] = None
 
 
 def block_key(previous: bytes, token_ids: Sequence[int]) -> bytes:

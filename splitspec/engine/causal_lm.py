@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from protos.v1 import common_pb2
-from splitspec.engine import attention
+from splitspec.engine import attention, threads
 from splitspec.engine.attention import RaggedPass
 from splitspec.engine.batch import Batch
 from splitspec.engine.blocks import BlockPool
@@ -75,7 +75,6 @@ class CausalLM:
         )
         self._model = model
         self._slabs = slabs
-        self._queries_per_key = found.queries_per_key
         self._ranks = ranks
         if ranks is None or ranks.is_first:
             info.deterministic = rows_are_independent(self)
@@ -151,7 +150,7 @@ class CausalLM:
         if not 0 <= start <= stop <= held:
             raise ValueError(f"features of tokens {start} to {stop}, expected 0 to {held} in order")
         blocks, offsets = kv.slots(range(start, stop))
-        return self.pool.features[blocks, :, offsets]
+        return self.pool.features[blocks, offsets]
 
     def forward(self, kv: KV, token_ids: Sequence[int], num_rows: int) -> torch.Tensor:
         """`forward_batch` of a single chain."""
@@ -186,20 +185,19 @@ class CausalLM:
         """[wanted rows, vocabulary] float32 logits. Writes through the tables, and keeps no account."""
         device = self._model.device
         self._slabs.begin(batch.sizes)
-        ragged = RaggedPass(
-            self.pool, batch.spans, queries_per_key=self._queries_per_key, dtype=self._model.dtype
-        )
+        ragged = RaggedPass(self.pool, batch.spans)
 
         def tensor(rows: list[int]) -> torch.Tensor:
             return torch.from_numpy(twice_if_single(np.array(rows, dtype=np.int64))).to(device)
 
-        output = self._model(
-            tensor(batch.token_ids)[None],
-            position_ids=tensor(batch.positions)[None],
-            use_cache=False,
-            logits_to_keep=tensor(batch.wanted),
-            ragged=ragged,
-        )
+        with threads.sparing(len(batch.token_ids)):
+            output = self._model(
+                tensor(batch.token_ids)[None],
+                position_ids=tensor(batch.positions)[None],
+                use_cache=False,
+                logits_to_keep=tensor(batch.wanted),
+                ragged=ragged,
+            )
         logits: torch.Tensor = output.logits[0, : len(batch.wanted), : self.info.vocabulary_size]
         return logits.float()
 

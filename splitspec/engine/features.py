@@ -45,7 +45,7 @@ def _keep(place: int, layer: nn.Module, args: Any, kwargs: Mapping[str, Any], ou
     """output: [1, rows, hidden size], or a tuple that begins with it."""
     ragged = kwargs["ragged"]
     rows: torch.Tensor = output[0] if isinstance(output, torch.Tensor) else output[0][0]
-    ragged.pool.features[ragged.blocks, place, ragged.offsets] = rows[: ragged.num_rows]
+    ragged.pool.features[ragged.blocks, ragged.offsets, place] = rows[: ragged.num_rows]
 
 
 def _wrong(value: str, expected: str) -> ConfigError:

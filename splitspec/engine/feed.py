@@ -85,20 +85,22 @@ class Reservation:
         ]
         ends = [-(-(feed.kv.length + len(feed.token_ids)) // size) for feed in feeds]
         missing = [end - len(feed.kv.table) for end, feed in zip(ends, feeds, strict=True)]
-        self._new = pool.allocate(sum(missing) + sum(copied))
+        self._new = pool.allocate(
+            [
+                (feed.kv.table[-1 - copy] if len(feed.kv.table) > copy else None, more + copy)
+                for feed, more, copy in zip(feeds, missing, copied, strict=True)
+            ]
+        )
         self.tables: list[list[int]] = []
-        fresh = iter(self._new)
-        for feed, copy, more in zip(feeds, copied, missing, strict=True):
+        for feed, copy, new in zip(feeds, copied, self._new, strict=True):
             table = list(feed.kv.table)
             if copy:
-                target = next(fresh)
-                pool.copy_block(table[-1], target)
-                table[-1] = target
-            self.tables.append(table + [next(fresh) for _ in range(more)])
+                pool.copy_block(table.pop(), new[0])
+            self.tables.append(table + new)
 
     def undo(self) -> None:
         """The pass has failed: every KV is as before."""
-        self._pool.release(self._new)
+        self._pool.release(block for run in self._new for block in run)
 
     def commit(self) -> None:
         """The pass has written what was fed."""

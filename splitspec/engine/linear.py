@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from splitspec.engine import threads
 from splitspec.engine.feed import LONGEST_SHORT_FEED
 from splitspec.engine.probe import Probe
 
@@ -74,7 +75,8 @@ class PackedLinear(nn.Module):
         return result.view(*given.shape[:-1], self.out_features)
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = _linear(rows, self._weight, self._bias, "none", [], "")
+        with threads.whole:
+            result: torch.Tensor = _linear(rows, self._weight, self._bias, "none", [], "")
         return result
 
 

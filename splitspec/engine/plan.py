@@ -1,9 +1,4 @@
-"""A ragged batch as products of constant shape: which queries meet which blocks, in which order.
-
-Queries are cut into tiles of some positions of one session, keys into blocks of the pool. A pair is one
-tile with one block that it may see. All products of a pass run over its pairs at once, so nothing is
-padded to the longest session, and a row's numbers don't depend on what else is in the batch.
-"""
+"""A ragged batch as tiles: which rows of a pass see which tokens of which blocks."""
 
 from __future__ import annotations
 
@@ -14,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from splitspec.engine.feed import LONGEST_SHORT_FEED, Feed
+from splitspec.engine.blocks import BlockPool
+from splitspec.engine.feed import Feed
 
-#: Positions of the tiles of long feeds.
-_LONG_TILE = 64
+#: Rows that the library's fused attention takes at once; more when there are more.
+_CUTS = (32, 64, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,130 +61,71 @@ class Span:
         return visible
 
 
-@dataclass(frozen=True, slots=True)
-class TileGroup:
-    """Tiles of one size, those with most blocks first, and their pairs in the order of their blocks.
-
-    So the pairs with their tile's first block come first, one for each tile; then those with the second,
-    for as many of the first tiles as have one; and so on. Sums over the blocks of all tiles are then sums
-    of slices, in ascending order.
-    """
-
-    #: [pairs]: block id, and which tile.
-    blocks: torch.Tensor
-    tiles: torch.Tensor
-    #: [pairs, positions]: row of the pass. A tile with room left repeats its last row.
-    rows: torch.Tensor
-    #: [pairs, 1, positions, 1, keys]: 0 where a row sees a key, else minus infinity.
-    bias: torch.Tensor
-    #: For each place in the order of blocks, how many tiles have so many.
-    counts: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The groups, and where each row of the pass is in their tiles, one group after the other: [rows].
-
-    A pass of a single row has it twice: alone it would take other kernels.
-    """
-
-    groups: list[TileGroup]
-    places: torch.Tensor
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class _Tile:
-    span: Span
-    rows: slice
-    first_block: int
+class Tile:
+    """The rows of one session in a pass with the blocks that they may see.
+
+    rows: [positions] of the pass; padded with the last one. bias: [heads that share a key * positions, keys]
+    0 where a row sees a key, else minus infinity. blocks: their ids, or None when they are `num_blocks` side
+    by side from `first` on.
+    """
+
+    num_rows: int
+    rows: torch.Tensor
+    bias: torch.Tensor
+    first: int
     num_blocks: int
+    blocks: torch.Tensor | None
+
+    def of(self, held: torch.Tensor) -> torch.Tensor:
+        """held: [blocks, tokens, KV heads, size], of a layer; returns [KV heads, keys, size]."""
+        if self.blocks is None:
+            seen = held.narrow(0, self.first, self.num_blocks)
+        else:
+            seen = held.index_select(0, self.blocks)
+        return seen.flatten(0, 1).transpose(0, 1)
 
 
-def plan(
+def tiles(
     spans: Sequence[Span],
+    pool: BlockPool,
     *,
-    block_size: int,
-    smallest_tile: int,
+    fewest_rows: int,
     queries_per_key: int,
     window: int | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Plan:
-    """smallest_tile: positions. queries_per_key: query heads that share a KV head, and so a product.
+) -> list[Tile]:
+    """fewest_rows: of a product. queries_per_key: query heads that share a KV head, and so a product.
     window: how many positions back a row sees, its own included; None for all.
     """
-    tiles: dict[int, list[_Tile]] = {}
-    for span in spans:
-        if span.num_rows > LONGEST_SHORT_FEED:
-            size = _LONG_TILE
-        else:
-            most = max(smallest_tile, LONGEST_SHORT_FEED // queries_per_key)
-            size = min(max(smallest_tile, 1 << (span.num_rows - 1).bit_length()), most)
-        tiles.setdefault(size, []).extend(_tiles(span, size, block_size, window))
-    groups = []
-    places = np.empty(sum(span.num_rows for span in spans), dtype=np.int64)
-    taken = 0
-    for size, members in tiles.items():
-        members.sort(key=lambda tile: -tile.num_blocks)
-        for index, tile in enumerate(members):
-            start = taken + index * size
-            count = tile.rows.stop - tile.rows.start
-            places[tile.span.start + tile.rows.start : tile.span.start + tile.rows.stop] = np.arange(
-                start, start + count
-            )
-        taken += len(members) * size
-        groups.append(_group(members, size, block_size, window, dtype, device))
-    return Plan(groups, torch.from_numpy(twice_if_single(places)).to(device))
+    return [_tile(span, pool, fewest_rows, queries_per_key, window) for span in spans]
+
+
+def _tile(span: Span, pool: BlockPool, fewest_rows: int, queries_per_key: int, window: int | None) -> Tile:
+    size, count = pool.block_size, span.num_rows
+    first = 0 if window is None else max(0, span.base + int(span.depths.min()) + 1 - window) // size
+    table = np.asarray(span.table[first : -(-(span.base + count) // size)])
+    rows = np.minimum(np.arange(_padded(count, fewest_rows, queries_per_key)), count - 1)
+    sees = span.mask(slice(0, count), first * size, (first + len(table)) * size, window)
+    sees = np.tile(sees[rows], (queries_per_key, 1))
+    bias = torch.zeros(sees.shape, dtype=pool.dtype).masked_fill_(torch.from_numpy(~sees), -torch.inf)
+    adjacent = bool((np.diff(table) == 1).all())
+    return Tile(
+        num_rows=count,
+        rows=torch.from_numpy(span.start + rows).to(pool.device),
+        bias=bias.to(pool.device),
+        first=int(table[0]),
+        num_blocks=len(table),
+        blocks=None if adjacent else torch.from_numpy(table).to(pool.device),
+    )
+
+
+def _padded(count: int, fewest_rows: int, queries_per_key: int) -> int:
+    """Positions from `count` on that leave no small rest of rows wherever a product is cut."""
+    while any(0 < count * queries_per_key % cut < fewest_rows for cut in _CUTS):
+        count += 1
+    return count
 
 
 def twice_if_single(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """What every layer, the head too, gets in place of a single row."""
     return rows.repeat(2) if len(rows) == 1 else rows
-
-
-def _tiles(span: Span, size: int, block_size: int, window: int | None) -> list[_Tile]:
-    tiles = []
-    for start in range(0, span.num_rows, size):
-        rows = slice(start, min(start + size, span.num_rows))
-        # A parent comes before its children, so no row sees a key behind its own.
-        end = -(-(span.base + rows.stop) // block_size)
-        earliest = span.base + int(span.depths[rows].min())
-        first = 0 if window is None else max(0, earliest + 1 - window) // block_size
-        tiles.append(_Tile(span, rows, first, end - first))
-    return tiles
-
-
-def _group(
-    tiles: list[_Tile],
-    size: int,
-    block_size: int,
-    window: int | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> TileGroup:
-    """tiles: those with most blocks first."""
-    lengths = np.array([tile.num_blocks for tile in tiles])
-    counts = (lengths[:, None] > np.arange(lengths[0])).sum(axis=0)
-    starts = np.concatenate([[0], np.cumsum(counts)])
-    blocks = np.empty(starts[-1], dtype=np.int64)
-    owner = np.empty(starts[-1], dtype=np.int64)
-    rows = np.empty((starts[-1], size), dtype=np.int64)
-    visible = np.empty((starts[-1], size, block_size), dtype=bool)
-    for index, tile in enumerate(tiles):
-        pairs = starts[: tile.num_blocks] + index
-        last_block = tile.first_block + tile.num_blocks
-        mask = tile.span.mask(tile.rows, tile.first_block * block_size, last_block * block_size, window)
-        repeated = np.minimum(np.arange(size), len(mask) - 1)
-        blocks[pairs] = tile.span.table[tile.first_block : last_block]
-        owner[pairs] = index
-        rows[pairs] = tile.span.start + tile.rows.start + repeated
-        by_block = mask[repeated].reshape(size, tile.num_blocks, block_size)
-        visible[pairs] = by_block.transpose(1, 0, 2)
-    bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(torch.from_numpy(~visible), -torch.inf)
-    return TileGroup(
-        blocks=torch.from_numpy(blocks).to(device),
-        tiles=torch.from_numpy(owner).to(device),
-        rows=torch.from_numpy(rows).to(device),
-        bias=bias[:, None, :, None].to(device),
-        counts=counts.tolist(),
-    )

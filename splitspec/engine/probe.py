@@ -28,7 +28,6 @@ class Probe:
     """layers: by index. siblings: linear layers of one module that were given the same input, in order."""
 
     layers: dict[int, LayerShape] = field(default_factory=dict)
-    queries_per_key: int = 0
     siblings: list[list[tuple[nn.Module, str]]] = field(default_factory=list)
 
 
@@ -111,8 +110,6 @@ def _probed_attention(
         raise unsupported(probed.name, "several attentions in one layer")
     _, num_kv_heads, _, key_size = key.shape
     found.layers[module.layer_idx] = LayerShape(num_kv_heads, key_size, value.shape[-1])
-    groups = query.shape[1] // num_kv_heads
-    found.queries_per_key = min(found.queries_per_key or groups, groups)
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
 

@@ -21,9 +21,9 @@ from transformers import (
 from splitspec.engine.causal_lm import CausalLM
 
 VOCABULARY = 97
-CONTEXT = 64
+CONTEXT = 128
 WINDOW = 5
-BLOCK_SIZE = 4
+BLOCK_SIZE = 16
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
