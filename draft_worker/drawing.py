@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from splitspec.sampling.randomness import CounterNoise, Purpose
+from splitspec.sampling.randomness import CounterNoise, Purpose, delays, shared_words
 from splitspec.sampling.rows import Rows
 from splitspec.types import DRAFT_SUPPORT, Rule
 from splitspec.wire import SparseDistribution
@@ -16,6 +17,10 @@ class DraftNoise(Protocol):
     """Randomness as drafters ask for it."""
 
     def race(self, position: int, weights: torch.Tensor) -> int: ...
+
+    def delays(self, position: int, count: int) -> np.ndarray:
+        """[count] float64: what the race at a position is run on, of the first `count` ids."""
+        ...
 
     def draft_token(self, index: int, q: SparseDistribution) -> int:
         """Draft token `index` of the round, drawn from q."""
@@ -27,6 +32,9 @@ class DraftCounterNoise(CounterNoise):
 
     def draft_token(self, index: int, q: SparseDistribution) -> int:
         return q.token_at(self.below(index, Purpose.DRAFT, q.total))
+
+    def delays(self, position: int, count: int) -> np.ndarray:
+        return delays(shared_words(self.seed, position, count))
 
 
 def draw(
@@ -43,6 +51,25 @@ def draw(
     processed = rows.probabilities(row)
     if rule is Rule.SHARED_NOISE:
         return noise.race(position, processed), None
-    top = torch.topk(processed, min(DRAFT_SUPPORT, len(processed)))
-    q = SparseDistribution.quantised(top.indices.cpu().numpy(), top.values.cpu().numpy())
+    q = _sent(processed)
     return noise.draft_token(index, q), q
+
+
+def draw_children(
+    rows: Rows, row: int, index: int, count: int, noise: DraftNoise
+) -> tuple[list[int], SparseDistribution]:
+    """Children of a row of q, for `verify_tree_recursive`: draft tokens `index` on, drawn one after the other
+    from what those before have left of it. As many as `count`, fewer where q has no more.
+    """
+    q = left = _sent(rows.probabilities(row))
+    tokens: list[int] = []
+    for child in range(min(count, len(q.ids))):
+        tokens.append(noise.draft_token(index + child, left))
+        left = left.without(tokens[-1])
+    return tokens, q
+
+
+def _sent(processed: torch.Tensor) -> SparseDistribution:
+    """The DRAFT_SUPPORT most probable tokens of [vocabulary] float64, quantised."""
+    top = torch.topk(processed, min(DRAFT_SUPPORT, len(processed)))
+    return SparseDistribution.quantised(top.indices.cpu().numpy(), top.values.cpu().numpy())

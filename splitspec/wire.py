@@ -92,6 +92,11 @@ class SparseDistribution:
         cumulated = np.cumsum(self.weights, dtype=np.uint64)
         return int(self.ids[np.searchsorted(cumulated, np.uint64(value), side="right")])
 
+    def without(self, token: int) -> SparseDistribution:
+        """What is drawn from when `token` can't come again: integers still, the same on both sides."""
+        kept = self.ids != token
+        return SparseDistribution(self.ids[kept], self.weights[kept])
+
     def to_proto(self) -> common_pb2.DraftDistribution:
         return common_pb2.DraftDistribution(
             token_ids=self.ids.astype("<u4").tobytes(), weights=self.weights.astype("<u2").tobytes()

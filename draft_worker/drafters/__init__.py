@@ -12,6 +12,7 @@ from splitspec.errors import ConfigError
 
 # By module name, imported when used: a worker that only looks up prompts needs no torch.
 _KINDS = {
+    "eagle": "draft_worker.drafters.eagle",
     "hybrid": "draft_worker.drafters.hybrid",
     "layer_skip": "draft_worker.drafters.layer_skip",
     "lookup": "draft_worker.drafters.lookup",

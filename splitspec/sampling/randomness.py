@@ -91,7 +91,7 @@ def race(words: np.ndarray, weights: np.ndarray) -> int:
     largest = float(weights.max())
     if not largest > 0:
         raise ValueError(f"the largest weight is {largest}, expected more than 0")
-    u = ((words >> np.uint64(12)) + 0.5) * 2.0**-52
+    u = _open_units(words)
     rates = weights / largest
     with np.errstate(divide="ignore", over="ignore"):
         # -ln U is at least 1 - U, so that few of the logarithms are needed.
@@ -103,6 +103,18 @@ def race(words: np.ndarray, weights: np.ndarray) -> int:
     # More than what rounding takes from the bound.
     limit = arrival(int(earliest.argmin())) * (1 + 2.0**-40)
     return min(np.flatnonzero(earliest <= limit).tolist(), key=arrival)
+
+
+def delays(words: np.ndarray) -> np.ndarray:
+    """[n] float64: the -ln U_i of a race. Who arrives first has the largest weights[i] / delays[i]."""
+    found: np.ndarray = -np.log(_open_units(words))
+    return found
+
+
+def _open_units(words: np.ndarray) -> np.ndarray:
+    """[n] float64 in (0, 1), of [n] uint64."""
+    units: np.ndarray = ((words >> np.uint64(12)) + 0.5) * 2.0**-52
+    return units
 
 
 class Noise(Protocol):

@@ -48,11 +48,5 @@ def _accepted_or_corrected(
             return token
         p = residual(p, q)
         p = p / p.sum()
-        q = _without(q, token)
+        q = q.without(token)
     return noise.draw(row, Purpose.RESIDUAL, p)
-
-
-def _without(q: SparseDistribution, token: int) -> SparseDistribution:
-    """What the next sibling was drawn from: integers still, so that both sides hold the same numbers."""
-    kept = q.ids != token
-    return SparseDistribution(q.ids[kept], q.weights[kept])

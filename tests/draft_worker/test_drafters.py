@@ -363,8 +363,8 @@ class TestSpec:
     @pytest.mark.parametrize(
         ("text", "expected"),
         [
-            ("", "one of the known drafters: hybrid, layer_skip, lookup, model, suffix"),
-            ("eagle=x", "one of the known drafters: hybrid, layer_skip, lookup, model, suffix"),
+            ("", "one of the known drafters: eagle, hybrid, layer_skip, lookup, model, suffix"),
+            ("medusa=x", "one of the known drafters: eagle, hybrid, layer_skip, lookup, model, suffix"),
             ("model", "model=CHECKPOINT"),
             ("lookup=x", "lookup without a checkpoint"),
             ("model=x,skip=1", "model with options of: name"),

@@ -170,6 +170,9 @@ class BranchNoise:
     def race(self, position: int, weights: torch.Tensor) -> int:
         raise AssertionError("a race has too many outcomes to walk through")
 
+    def delays(self, position: int, count: int) -> np.ndarray:
+        raise AssertionError("a race has too many outcomes to walk through")
+
     def _follow(self, index: int, purpose: Purpose, cut: Callable[[Range], tuple[Piece, ...]]) -> int:
         return self.streams.follow(Stream(self.round_number, index, purpose), cut)
 
