@@ -1,8 +1,8 @@
 """What followed the longest match of the session's end, earlier in it or in past answers; no model.
 
 SAM-Decoding (2411.10666), with a proposal that is the longer, the longer the match: of a match of one token
-the next one is right in a fifth of cases, of one of eight in four fifths, and a round costs more with each token
-proposed. A match's length is a matter of committed tokens alone, so that nothing drawn has a say.
+the next one is right in a fifth of cases, of one of eight in four fifths, and each token that is proposed
+costs the round something. A match's length is a matter of committed tokens alone: nothing drawn has a say.
 """
 
 from __future__ import annotations

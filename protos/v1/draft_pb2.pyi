@@ -93,7 +93,7 @@ class DrafterInfo(_message.Message):
     name: _builtins.str
     """Name that sessions use."""
     kind: _builtins.str
-    """Kind in the registry of drafters: "model", "layer_skip", "lookup"."""
+    """Kind in the registry of drafters: "model", "layer_skip", "lookup", "suffix", "hybrid", "eagle"."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo:
         """Its model; absent for a drafter without one, which fits any vocabulary."""
