@@ -106,13 +106,13 @@ class EagleNetwork(nn.Module):
         hidden    = fuse(features of token i)          or output(i - 1)
         embedding = embedding_norm(embedding of token i + 1)
         x         = concat(embedding, feature_norm(hidden))           [2 * hidden_size] to q, k, v
-        residual  = hidden + embedding
+        residual  = hidden + embedding_gate * embedding
         residual += o(attention(q, k, v))
         output    = residual + mlp(mlp_norm(residual))
         logits    = head(final_norm(output))                          [draft vocabulary]
 
-    The embedding joins the residual beside EAGLE-3's hidden: with few key-value heads the way through the
-    attention alone is too narrow for it.
+    In EAGLE-3 the embedding comes in through the attention alone: a narrow way where there are few
+    key-value heads. Here it also joins the residual, through a gate for each channel that begins closed.
     """
 
     draft_token_ids: torch.Tensor
@@ -132,6 +132,7 @@ class EagleNetwork(nn.Module):
 
         self.fuse = linear(len(config.feature_layers) * hidden, hidden)
         self.embedding_norm = norm()
+        self.embedding_gate = nn.Parameter(torch.zeros(hidden))
         self.feature_norm = norm()
         self.q_proj = linear(2 * hidden, queries)
         self.k_proj = linear(2 * hidden, keys)
@@ -171,7 +172,7 @@ class EagleNetwork(nn.Module):
 
         q = rotate(heads(self.q_proj(x)), cos, sin)
         k = rotate(heads(self.k_proj(x)), cos, sin)
-        return hidden + embedding, q, k, heads(self.v_proj(x))
+        return hidden + self.embedding_gate.to(hidden.dtype) * embedding, q, k, heads(self.v_proj(x))
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The layer's output [batch, length, hidden], from attention's [batch, heads, length, head_dim]."""
