@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
 from draft_worker.training.acceptance import Acceptance
 from draft_worker.training.cache import Batch, Row, load_batch
@@ -67,13 +68,13 @@ class DistillTask:
         written = torch.arange(ids.shape[1], device=ids.device) < batch.answer_starts[:, None]
         first = int(batch.answer_starts.min())
         with self._autocast:
-            output = self._student(ids[:, :first], use_cache=True, logits_to_keep=1)
+            cache = DynamicCache(config=self._student.config)
+            fed = ids[:, :first]
             for place in range(first, ids.shape[1]):
-                drawn = torch.multinomial(output.logits[:, -1].float().softmax(dim=-1), 1)[:, 0]
+                logits = self._student(fed, cache=cache, logits_to_keep=1).logits[:, -1]
+                drawn = torch.multinomial(logits.float().softmax(dim=-1), 1)[:, 0]
                 ids[:, place] = torch.where(written[:, place], ids[:, place], drawn)
-                output = self._student(
-                    ids[:, place, None], past_key_values=output.past_key_values, use_cache=True
-                )
+                fed = ids[:, place, None]
             _, hidden = self._teacher.run(ids)
         return Batch(ids, batch.features, hidden, batch.lengths, batch.answer_starts, batch.temperatures)
 

@@ -19,6 +19,8 @@ from splitspec.errors import ConfigError
 
 _MAX_GRADIENT_NORM = 1.0
 _BUCKET = 256
+#: Vectors, such as the gains of norms, are of size one: at the learning rate of matrices they'd hardly move.
+_VECTOR_PACE = 5.0
 
 
 class Task(Protocol):
@@ -46,7 +48,7 @@ class Plan:
     warmup_steps: int = 50
     decay_share: float = 0.3
     seed: int = 0
-    evaluate_every: int = 50_000
+    evaluate_every: int = 200_000
     checkpoint_every_s: float = 300.0
 
     def rate(self, step: int, tokens: int) -> float:
@@ -94,8 +96,12 @@ class Training:
         self._training = training
         self._validation = validation
         self._report = report
+        trained = [parameter for parameter in task.module.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            [parameter for parameter in task.module.parameters() if parameter.requires_grad],
+            [
+                {"params": [p for p in trained if p.ndim > 1], "pace": 1.0},
+                {"params": [p for p in trained if p.ndim == 1], "pace": _VECTOR_PACE, "weight_decay": 0.0},
+            ],
             lr=plan.learning_rate,
             betas=(0.9, 0.95),
             weight_decay=0.01,
@@ -137,7 +143,7 @@ class Training:
     def _step(self, rows: Sequence[Row]) -> float:
         rate = self._plan.rate(self.progress.step, self.progress.tokens)
         for group in self._optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["pace"]
         loss = self._task.loss(rows)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self._task.module.parameters(), _MAX_GRADIENT_NORM)

@@ -77,4 +77,7 @@ class Teacher:
         finally:
             for handle in handles:
                 handle.remove()
-        return torch.stack([outputs[index] for index in self.layers], dim=-2), hidden
+        features = hidden.new_empty(*hidden.shape[:2], len(self.layers), hidden.shape[2])
+        for place, index in enumerate(self.layers):
+            features[:, :, place] = outputs[index]
+        return features, hidden

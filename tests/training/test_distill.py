@@ -1,0 +1,62 @@
+"""Distillation: a draft of some of the target's layers learns, and is an ordinary model afterwards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from draft_worker.training.commands import Options, parse_layers, train_distill
+from draft_worker.training.distill import DistillTask
+from draft_worker.training.loop import Plan, Training
+from draft_worker.training.losses import DIVERGENCES
+from splitspec.engine.causal_lm import CausalLM
+from splitspec.engine.loading import load_library_model
+from splitspec.errors import ConfigError
+from tests.engine import tiny as tiny_models
+from tests.training.conftest import Tiny
+
+CPU = torch.device("cpu")
+
+
+def _train(tiny: Tiny, out: Path, divergence: str, on_policy_share: float) -> list[dict[str, float]]:
+    student = load_library_model(tiny.directory, "tiny", torch.float32, CPU, [0, 3], None)
+    task = DistillTask(student, tiny.teacher, divergence, on_policy_share)
+    plan = Plan(12_000, tokens_per_batch=256, learning_rate=3e-3, warmup_steps=5, evaluate_every=10**9)
+    Training(task, plan, out, tiny.rows[20:], tiny.rows[:20], lambda figures: None).run()
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("divergence", "on_policy_share"), [*((name, 0.0) for name in DIVERGENCES), ("reverse_kl", 0.5)]
+)
+def test_distillation_makes_the_target_accept_more(
+    tiny: Tiny, tmp_path: Path, divergence: str, on_policy_share: float
+) -> None:
+    before, after = _train(tiny, tmp_path, divergence, on_policy_share)
+    assert after["sampled_1"] > before["sampled_1"] + 0.05
+    assert after["greedy_1"] > before["greedy_1"]
+
+
+def test_the_draft_is_a_model_that_the_engine_loads(tiny: Tiny, tmp_path: Path) -> None:
+    options = Options(str(tiny.directory), [tiny.data], tmp_path, 500, 256, 1e-3, 64, None, "cpu")
+    train_distill(options, [0, 3], "forward_kl", 0.0)
+    whole = tiny_models.load(tiny.directory)
+    draft = CausalLM.load(tmp_path, name="draft", dtype="float32", device="cpu", kv_memory_bytes=1 << 20)
+    assert draft.info.vocabulary_hash == whole.info.vocabulary_hash
+    assert list(draft.info.eos_token_ids) == list(whole.info.eos_token_ids)
+    assert draft.forward(draft.new_kv(), [5, 9, 8], 1).shape == (1, tiny_models.VOCABULARY)
+
+
+@pytest.mark.parametrize("layers", ["", "1,2", "-1", "a"])
+def test_wrong_layers_are_refused(layers: str) -> None:
+    with pytest.raises(ConfigError, match="layers is"):
+        parse_layers(layers)
+
+
+def test_layers_that_the_target_lacks_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    options = Options(str(tiny.directory), [tiny.data], tmp_path, 500, 256, 1e-3, 64, None, "cpu")
+    with pytest.raises(ConfigError, match="it has 4"):
+        train_distill(options, [0, 4], "forward_kl", 0.0)
