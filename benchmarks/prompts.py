@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ _GROUPS = {
     "math_reasoning": "mathematics",
     "rag": "retrieval",
 }
+GROUPS = ("conversation", *_GROUPS.values())
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Question:
     turns: tuple[str, ...]
 
 
-def questions(per_group: int | None) -> list[Question]:
+def questions(per_group: int | None, groups: Collection[str] = GROUPS) -> list[Question]:
     """The first `per_group` questions of each group, None for all; of conversation in turn from its
     categories."""
     found: defaultdict[str, list[Question]] = defaultdict(list)
@@ -42,4 +44,4 @@ def questions(per_group: int | None) -> list[Question]:
             found[group].append(Question(record["id"], group, tuple(record["turns"])))
     # Conversation's categories follow one another, five questions each.
     found["conversation"].sort(key=lambda question: question.id % 10)
-    return [question for group in found.values() for question in group[:per_group]]
+    return [question for group in found if group in groups for question in found[group][:per_group]]

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from common import RESULTS, machine, save_result  # benchmarks/common.py; first, as it sets how threads wait
 from library import ASSISTED, LibraryProcess  # benchmarks/library.py
-from prompts import Question, questions  # benchmarks/prompts.py
+from prompts import GROUPS, Question, questions  # benchmarks/prompts.py
 from spec_arms import Arm, LibraryArm, Prompt, ServiceArm  # benchmarks/spec_arms.py
 from spec_picture import draw  # benchmarks/spec_picture.py
 from spec_table import PLAIN, Sample, markdown, rows, summary  # benchmarks/spec_table.py
@@ -72,8 +72,9 @@ async def converse(
 
 
 @asynccontextmanager
-async def everything(arguments: argparse.Namespace, model: Path) -> AsyncIterator[list[Arm]]:
+async def everything(arguments: argparse.Namespace) -> AsyncIterator[list[Arm]]:
     """All arms, while their processes run; each has answered once."""
+    model: Path = arguments.model
     threads = [f"--threads={arguments.threads}"]
     stack = Stack(
         model=model, drafters=arguments.drafters, dtype=DTYPE, target_args=threads, draft_args=threads
@@ -92,11 +93,11 @@ async def everything(arguments: argparse.Namespace, model: Path) -> AsyncIterato
         yield arms
 
 
-async def measure(arguments: argparse.Namespace, model: Path) -> list[Sample]:
-    codec = TextCodec.load(model)
-    asked = questions(arguments.per_group)
+async def measure(arguments: argparse.Namespace) -> list[Sample]:
+    codec = TextCodec.load(arguments.model)
+    asked = questions(arguments.per_group, arguments.groups)
     samples = []
-    async with everything(arguments, model) as arms:
+    async with everything(arguments) as arms:
         for number, question in enumerate(asked):
             answers = converse(question, number, arms, codec, arguments.max_tokens)
             samples += [sample async for sample in answers]
@@ -106,11 +107,10 @@ async def measure(arguments: argparse.Namespace, model: Path) -> list[Sample]:
 
 def main() -> None:
     arguments = _arguments()
-    model = arguments.model or fetch_demo_model()
     left_out = {} if arguments.distilled else {ASSISTED: "no distilled draft was given (--distilled)"}
     for name, reason in left_out.items():
         print(f"{name}: left out, {reason}")
-    samples = asyncio.run(measure(arguments, model))
+    samples = asyncio.run(measure(arguments))
     table = rows(samples)
     names = [DrafterSpec.parse(text).name for text in arguments.drafters]
     headline = HEADLINE if HEADLINE in names else names[-1]
@@ -119,9 +119,10 @@ def main() -> None:
         "machine": machine(),
         "dtype": DTYPE,
         "threads": arguments.threads or torch.get_num_threads(),
-        "drafters": arguments.drafters,
+        "drafters": [text.replace(f"{arguments.model.parent}/", "") for text in arguments.drafters],
         "num_draft_tokens": arguments.num_draft_tokens,
         "library_lookup_tokens": arguments.lookup_tokens,
+        "groups": list(arguments.groups),
         "questions_per_group": arguments.per_group,
         "max_tokens": arguments.max_tokens,
         "left_out": left_out,
@@ -143,10 +144,11 @@ def _arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="by default 1 question of each group and 16 tokens")
     add("--per-group", type=_count, default=8, help="questions of each group, or `all`; default 8")
+    add("--groups", nargs="+", choices=GROUPS, default=GROUPS, help="groups of questions; default all")
     add("--max-tokens", type=int, default=64, help="tokens of an answer at most; default 64")
     add("--drafters", type=str.split, help="as `splitspec up --drafters`; default: all that can be")
-    add("--eagle", type=Path, metavar="DIR", help="draft for our `eagle` and `hybrid`")
-    add("--distilled", type=Path, metavar="DIR", help="draft for our `model` and the library's assistant")
+    add("--eagle", type=Path, metavar="DIR", help="draft for our `eagle`, and `hybrid`")
+    add("--distilled", type=Path, metavar="DIR", help="draft for our `model`, and the library's assistant")
     add("--num-draft-tokens", type=_of_drafter, nargs="+", default=[], metavar="NAME=K")
     add("--lookup-tokens", type=int, default=10, help="K of the library's prompt lookup; default 10")
     add("--threads", type=int, default=0, help="of each model; 0 leaves torch's choice")
@@ -154,8 +156,9 @@ def _arguments() -> argparse.Namespace:
     if parser.parse_args().quick:
         parser.set_defaults(per_group=1, max_tokens=16)
     arguments = parser.parse_args()
+    arguments.model = arguments.model or fetch_demo_model()
     if arguments.drafters is None:
-        arguments.drafters = _drafters(arguments.eagle, arguments.distilled)
+        arguments.drafters = _drafters(arguments.model, arguments.eagle, arguments.distilled)
     arguments.num_draft_tokens = dict(arguments.num_draft_tokens)
     try:
         names = [DrafterSpec.parse(text).name for text in arguments.drafters]
@@ -168,14 +171,12 @@ def _arguments() -> argparse.Namespace:
     return arguments
 
 
-def _drafters(eagle: Path | None, distilled: Path | None) -> list[str]:
-    """Those that need no checkpoint, and those whose checkpoint there is."""
-    found = ["lookup"]
-    if eagle:
-        found += [f"eagle={eagle}", f"hybrid,drafter=eagle={eagle}"]
-    if distilled:
-        found += [f"model={distilled}"]
-    return found
+def _drafters(model: Path, eagle: Path | None, distilled: Path | None) -> list[str]:
+    """Those that need no checkpoint, and those whose checkpoint there is; the hybrid takes the better one."""
+    models = [f"model={distilled}"] if distilled else []
+    features = [f"eagle={eagle},target={model}"] if eagle else []
+    hybrids = [f"hybrid,drafter={draft}" for draft in [*features, *models][:1]]
+    return ["lookup", "suffix", *features, *models, *hybrids]
 
 
 def _count(text: str) -> int | None:
