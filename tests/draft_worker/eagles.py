@@ -6,11 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from draft_worker.drafters.eagle import EagleDrafter, Grow
+from draft_worker.eagle.model import EagleLM
 from draft_worker.eagle.network import EagleConfig, EagleNetwork, TargetIdentity
+from draft_worker.eagle.vocabulary import DraftVocabulary
+from protos.v1 import common_pb2
 from splitspec.engine.loading import weights_hash
 from splitspec.engine.scheduler import Steps
 from splitspec.vocabulary import Vocabulary
@@ -56,6 +61,16 @@ def checkpoint(directory: Path, target: Path) -> Path:
     identity = TargetIdentity(str(target), weights_hash(target), Vocabulary.load(target).hash)
     network(config(identity)).save(directory)
     return directory
+
+
+def small_drafter(grow: Grow, vocabulary_size: int, ids: Sequence[int]) -> EagleDrafter:
+    """Of a random network and embedding, in float32."""
+    identity = TargetIdentity("made up", "", "")
+    made = network(config(identity, len(ids)), ids).float()
+    embedding = torch.randn(vocabulary_size, HIDDEN, generator=torch.Generator().manual_seed(5))
+    info = common_pb2.ModelInfo(name="small", vocabulary_size=vocabulary_size, max_context=tiny.CONTEXT)
+    model = EagleLM(made, embedding, info, kv_memory_bytes=2**20, block_size=tiny.BLOCK_SIZE)
+    return EagleDrafter(model, DraftVocabulary(np.array(ids), vocabulary_size), "small", grow)
 
 
 def embedding(target: Path) -> torch.Tensor:
