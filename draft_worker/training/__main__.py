@@ -143,4 +143,14 @@ def distill(
     train_distill(options, parse_layers(layers), divergence, on_policy_share)
 
 
+@app.command()
+def curve(
+    directory: Annotated[Path, typer.Argument(help="Of a training, running or ended.", show_default=False)],
+) -> None:
+    """Draw a training's learning curve as curve.png in its directory."""
+    from draft_worker.training.curve import draw_curve
+
+    typer.echo(draw_curve(directory))
+
+
 run(app)

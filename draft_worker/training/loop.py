@@ -40,6 +40,7 @@ class Task(Protocol):
 class Plan:
     """tokens: of answers to train on, all epochs and all runs of the command together. The learning rate is
     constant between a warm-up and the last decay_share of the tokens, in which it falls to zero.
+    report_every, evaluate_every: tokens between entries of the log, without and with figures of acceptance.
     """
 
     tokens: int
@@ -48,6 +49,7 @@ class Plan:
     warmup_steps: int = 50
     decay_share: float = 0.3
     seed: int = 0
+    report_every: int = 20_000
     evaluate_every: int = 200_000
     checkpoint_every_s: float = 300.0
 
@@ -127,7 +129,9 @@ class Training:
                 before = self.progress.tokens
                 loss += (self._step(rows) - loss) * (0.02 if loss else 1.0)
                 self.progress.seconds = seconds + time.monotonic() - started
-                if self.progress.tokens // self._plan.evaluate_every > before // self._plan.evaluate_every:
+                if self._passed(before, self._plan.evaluate_every):
+                    self._log({"loss": loss, **self._figures(), **self._task.evaluate(self._validation)})
+                elif self._passed(before, self._plan.report_every):
                     self._log({"loss": loss, **self._figures()})
                 if time.monotonic() - saved > self._plan.checkpoint_every_s:
                     self.save()
@@ -137,8 +141,12 @@ class Training:
             else:
                 self.progress.epoch += 1
                 self.progress.batch = 0
-        self._log({"loss": loss, **self._figures()})
+        self._log({"loss": loss, **self._figures(), **self._task.evaluate(self._validation)})
         self.save()
+
+    def _passed(self, before: int, every: int) -> bool:
+        """Whether the last step's tokens passed a multiple of `every`."""
+        return self.progress.tokens // every > before // every
 
     def _step(self, rows: Sequence[Row]) -> float:
         rate = self._plan.rate(self.progress.step, self.progress.tokens)
@@ -158,7 +166,7 @@ class Training:
         return {
             **asdict(self.progress),
             "learning_rate": self._optimizer.param_groups[0]["lr"],
-            **self._task.evaluate(self._validation),
+            "tokens_per_second": self.progress.tokens / max(self.progress.seconds, 1e-9),
         }
 
     def _log(self, figures: dict[str, float]) -> None:
