@@ -2,14 +2,19 @@
 
 All in one run, on the demo model, in bfloat16 and float32: plain tokens per second of the engine and of the
 library in turns; time of one pass over 1 to 33 rows, and over 1 to 32 sessions with 1 row (plain decoding)
-and 5 rows (verification of K = 4) each; prompt tokens per second; what the same bits in any batch cost.
+and 5 rows (verification of K = 4) each; prompt tokens per second; what the same bits in any batch cost;
+tokens per second of 1 to 32 sessions that go on with prompts of Spec-Bench, plain and drafted by lookup; and
+how much of their text is the same for every K, alone and in mixed batches, with `deterministic` and without.
 Only ratios of one run mean much: the machine and what else runs on it change all of them together.
 
 The last line is JSON: `plain_vs_library_bf16` and `_fp32` (tokens per second, engine / library),
 `batch16_vs_1` (tokens per second of 16 sessions / of one, bfloat16), `weight_bandwidth_share` (bytes of
 weights per second in plain decoding / measured read bandwidth, bfloat16), `deterministic_cost` (time of a
 pass, deterministic / not, less 1; bfloat16, median of the batches of 1, 4, 16 and 32 sessions with 1 and 5
-rows each).
+rows each), `speculation_vs_plain_min` (tokens per second with K by a table of the best K for each number of
+sessions, 0 included, / those at K = 0; the table from one half of the repetitions, the ratio from the other;
+bfloat16, worst number of sessions), `deterministic_identical` of `deterministic_compared` (texts that are
+token by token those of K = 0 alone; bfloat16).
 """
 
 from __future__ import annotations
@@ -23,9 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from common import machine, save_result  # benchmarks/common.py; first, as it sets how threads wait
+from prompts import questions
+from sessions import KINDS, Request, run
 
 import torch  # isort: skip
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from splitspec.engine.causal_lm import CausalLM
 from splitspec.engine.feed import Feed
@@ -36,6 +43,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 ROWS = (1, 2, 5, 9, 17, 33)
 SESSIONS = (1, 4, 16, 32)
 LENGTH = 256
+DRAFTED = (0, 2, 4, 7)
 
 
 def seconds(job: Callable[[], object]) -> float:
@@ -120,7 +128,52 @@ def read_bandwidth(repetitions: int) -> float:
     return numbers.nbytes / in_turns([numbers.sum], repetitions)[0]
 
 
-def measure(directory: Path, dtype: str, repetitions: int, num_tokens: int) -> dict[str, Any]:
+def prompts(directory: Path, per_group: int) -> list[tuple[int, ...]]:
+    """First turns of Spec-Bench in the model's chat template, group by group, the last 768 tokens of each."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    turns = [[{"role": "user", "content": question.turns[0]}] for question in questions(per_group)]
+    texts = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    return [tuple(text[-768:]) for text in texts]
+
+
+def speculation(
+    model: CausalLM, texts: list[tuple[int, ...]], repetitions: int, num_tokens: int
+) -> dict[int, dict[str, float]]:
+    """By number of sessions: tokens per second at each K, and at the best K of half of the repetitions."""
+    found = {}
+    for count in SESSIONS:
+
+        def per_s(k: int, repetition: int, count: int = count) -> float:
+            chosen = [texts[(repetition + index) % len(texts)] for index in range(count)]
+            requests = [Request(text, "greedy", k, num_tokens) for text in chosen]
+            return count * num_tokens / run(model, requests)[1]
+
+        rates = {k: [per_s(k, repetition) for repetition in range(repetitions)] for k in DRAFTED}
+        best = max(DRAFTED, key=lambda k, rates=rates: statistics.fmean(rates[k][::2]))
+        plain, drafted = (statistics.fmean(rates[k][1::2]) for k in (0, best))
+        found[count] = {f"k{k}_tokens_per_s": statistics.fmean(rates[k]) for k in DRAFTED}
+        found[count] |= {"best_k": best, "best_vs_plain": drafted / plain}
+    return found
+
+
+def identical(model: CausalLM, texts: list[tuple[int, ...]], num_tokens: int) -> dict[str, int]:
+    """Texts that are those of K = 0 alone, of those compared: K of 3 and 7 alone, and 0, 3 and 7 mixed."""
+    same = compared = 0
+    for start in range(0, len(texts), 4):
+        cases = [(text, kind) for text in texts[start : start + 4] for kind in KINDS]
+        alone = {case: run(model, [Request(*case, 0, num_tokens)])[0][0] for case in cases}
+        mixed = [Request(*case, k, num_tokens) for case in cases for k in (0, 3, 7)]
+        drafted = [request for request in mixed if request.k]
+        results = [run(model, [request])[0][0] for request in drafted] + run(model, mixed)[0]
+        for request, result in zip([*drafted, *mixed], results, strict=True):
+            same += result == alone[request.prompt, request.kind]
+            compared += 1
+    return {"identical": same, "compared": compared}
+
+
+def measure(
+    directory: Path, dtype: str, repetitions: int, num_tokens: int, texts: list[tuple[int, ...]]
+) -> dict[str, Any]:
     model = CausalLM.load(directory, name="demo", dtype=dtype, device="cpu")
     loose = CausalLM.load(directory, name="demo", dtype=dtype, device="cpu", deterministic=False)
     library: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype])
@@ -138,6 +191,9 @@ def measure(directory: Path, dtype: str, repetitions: int, num_tokens: int) -> d
         "not_deterministic_ms": {f"{s}x{r}": batches[s, r][1] for s, r in sizes},
         "prompt_tokens_per_s": prompt_tokens_per_s(model, repetitions),
         "prompt_tokens_per_s_not_deterministic": prompt_tokens_per_s(loose, repetitions),
+        "speculation": speculation(model, texts, 2 + repetitions // 3 * 2, num_tokens),
+        "deterministic": identical(model, texts, num_tokens),
+        "not_deterministic": identical(loose, texts, num_tokens),
         "weight_bytes": sum(weight.nbytes for weight in library.parameters()),
         "read_bytes_per_s": read_bandwidth(repetitions),
     }
@@ -153,7 +209,19 @@ def summary(tables: dict[str, dict[str, Any]]) -> dict[str, float]:
         "batch16_vs_1": round(16 * passes["1x1"] / passes["16x1"], 3),
         "weight_bandwidth_share": round(weights_per_s / half["read_bytes_per_s"], 3),
         "deterministic_cost": round(statistics.median(passes[size] / loose[size] for size in passes) - 1, 3),
+        "speculation_vs_plain_min": round(
+            min(row["best_vs_plain"] for row in half["speculation"].values()), 3
+        ),
+        "deterministic_identical": half["deterministic"]["identical"],
+        "deterministic_compared": half["deterministic"]["compared"],
     }
+
+
+def rounded(value: Any) -> Any:
+    """For people: two digits behind the point."""
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    return round(value, 2) if isinstance(value, float) else value
 
 
 def main() -> None:
@@ -162,15 +230,15 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, shorter texts")
     arguments = parser.parse_args()
-    repetitions, num_tokens = (3, 32) if arguments.quick else (9, 96)
+    repetitions, num_tokens = (3, 24) if arguments.quick else (9, 128)
     directory = fetch_demo_model()
+    texts = prompts(directory, 1 if arguments.quick else 11)[:64]
     tables = {}
     for dtype in DTYPES:
-        tables[dtype] = measure(directory, dtype, repetitions, num_tokens)
+        tables[dtype] = measure(directory, dtype, repetitions, num_tokens, texts)
         print(f"\n{dtype}")
         for name, value in tables[dtype].items():
-            shown = {k: round(v, 1) for k, v in value.items()} if isinstance(value, dict) else value
-            print(f"  {name}: {shown:.1f}" if isinstance(shown, float) else f"  {name}: {shown}")
+            print(f"  {name}: {rounded(value)}")
     result = summary(tables)
     save_result("engine", {"machine": machine(), "summary": result, "tables": tables}, quick=arguments.quick)
     print(json.dumps(result))
