@@ -96,6 +96,7 @@ def eagle(
     draft_vocabulary: Annotated[
         int, typer.Option(min=1, help="Most frequent ids of the answers that the draft knows.")
     ] = 8192,
+    depth: Annotated[int, typer.Option(min=1, help="Draft steps that each position is unrolled for.")] = 3,
     tokens: Tokens = 10_000_000,
     tokens_per_batch: Batch = 2048,
     learning_rate: Rate = 1e-3,
@@ -109,7 +110,7 @@ def eagle(
 
     set_threads(threads)
     options = Options(model, data, out, tokens, tokens_per_batch, learning_rate, max_length, cache, device)
-    train_eagle(options, features, draft_vocabulary)
+    train_eagle(options, features, draft_vocabulary, depth)
 
 
 @app.command()

@@ -98,7 +98,7 @@ def write_data(
             rate.advance(1, tokens=len(record["response"]))
 
 
-def train_eagle(options: Options, feature_set: str, draft_vocabulary_size: int) -> None:
+def train_eagle(options: Options, feature_set: str, draft_vocabulary_size: int, depth: int) -> None:
     """Raises ConfigError for a wrong option, HandshakeError when `out` has a draft of another target."""
     device = parse_device(options.device)
     directory = target_directory(options.model)
@@ -108,7 +108,7 @@ def train_eagle(options: Options, feature_set: str, draft_vocabulary_size: int) 
     examples = list(read_examples(options.data, teacher.tokenizer, options.max_length))
     rows = cached(options, teacher, examples)
     network = eagle_network(options.out, teacher, feature_set, draft_vocabulary_size, examples, rows)
-    train(options, EagleTask(network.to(device), teacher), rows)
+    train(options, EagleTask(network.to(device), teacher, depth), rows)
 
 
 def eagle_network(

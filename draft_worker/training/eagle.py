@@ -17,8 +17,7 @@ from draft_worker.training.target import Teacher
 from splitspec.engine.loading import weights_hash
 from splitspec.vocabulary import Vocabulary
 
-#: Steps that a training position is unrolled for, and that acceptance is judged over.
-DEPTH = 2
+#: Draft tokens of the chains that acceptance is judged over.
 JUDGED_DEPTH = 5
 #: A step's share of the loss falls by this factor with its depth: a deeper token counts only when all
 #: before it were accepted.
@@ -42,9 +41,10 @@ _SOURCES = {
 class EagleTask:
     """A draft in training (see `loop.Task`): against the target's distribution over its vocabulary."""
 
-    def __init__(self, network: EagleNetwork, teacher: Teacher) -> None:
+    def __init__(self, network: EagleNetwork, teacher: Teacher, depth: int) -> None:
         self._network = network
         self._teacher = teacher
+        self._depth = depth
         self._ids = network.draft_token_ids.long()
         self._teacher_head = teacher.head.weight[self._ids]
 
@@ -62,7 +62,7 @@ class EagleTask:
         with self._autocast:
             embeddings = self._teacher.embedding(batch.token_ids)
             teacher = functional.linear(batch.hidden, self._teacher_head).softmax(dim=-1)
-            for step, output in enumerate(unroll(self._network, batch.features, embeddings, DEPTH)):
+            for step, output in enumerate(unroll(self._network, batch.features, embeddings, self._depth)):
                 texts, anchors = judged(batch, step, 1)
                 outputs.append(self._network.final_norm(output[texts, anchors]))
                 targets.append(teacher[texts, anchors + step + 1])

@@ -29,7 +29,7 @@ def _network(tiny: Tiny, out: Path) -> EagleNetwork:
 
 def _training(tiny: Tiny, out: Path, tokens: int) -> Training:
     plan = Plan(tokens, tokens_per_batch=256, learning_rate=3e-3, warmup_steps=5, evaluate_every=10**9)
-    task = EagleTask(_network(tiny, out), tiny.teacher)
+    task = EagleTask(_network(tiny, out), tiny.teacher, depth=3)
     return Training(task, plan, out, tiny.rows[20:], tiny.rows[:20], lambda figures: None)
 
 
@@ -47,11 +47,11 @@ def test_training_makes_the_target_accept_more(tiny: Tiny, tmp_path: Path) -> No
 
 def test_loss_falls(tiny: Tiny, tmp_path: Path) -> None:
     training = _training(tiny, tmp_path, 20_000)
-    task = EagleTask(_network(tiny, tmp_path / "new"), tiny.teacher)
+    task = EagleTask(_network(tiny, tmp_path / "new"), tiny.teacher, depth=3)
     before = task.loss(tiny.rows[:20]).item()
     training.run()
     trained = EagleNetwork.load(tmp_path, EagleConfig.load(tmp_path)).float()
-    assert EagleTask(trained, tiny.teacher).loss(tiny.rows[:20]).item() < 0.8 * before
+    assert EagleTask(trained, tiny.teacher, depth=3).loss(tiny.rows[:20]).item() < 0.8 * before
 
 
 def test_a_resumed_training_ends_with_the_same_weights(tiny: Tiny, tmp_path: Path) -> None:
