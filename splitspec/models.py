@@ -38,7 +38,7 @@ def cache_root() -> Path:
 
 
 def resolve_model(name: str) -> Path:
-    """The directory of a model named by directory, GGUF file or hub id.
+    """The directory of a model named by directory, GGUF file or hub id; "demo" is the demo model.
 
     A GGUF file is converted once, to bfloat16, and kept in the cache; a hub id is downloaded by the hub's
     own client into the hub's own cache. Raises ConfigError naming the value and what was expected.
@@ -52,6 +52,8 @@ def resolve_model(name: str) -> Path:
         if path.suffix.lower() != ".gguf":
             raise _wrong(name, "a model directory or a .gguf file")
         return _converted(path, name)
+    if name == "demo":
+        return fetch_demo_model()
     if path.is_absolute() or name.startswith((".", "~")) or path.suffix.lower() == ".gguf":
         raise _wrong(name, "an existing directory or .gguf file")
     if not _HUB_ID.fullmatch(name):

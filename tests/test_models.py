@@ -198,6 +198,7 @@ def test_the_demo_model() -> None:
     lines: list[str] = []
     directory = models.fetch_demo_model(lines.append)
     assert lines[-1] == f"demo model: {directory}"
+    assert models.resolve_model("demo") == directory
     vocabulary = Vocabulary.load(directory)
     assert vocabulary.size == 49152
     text = "<|im_start|>user\nWhat is  12 × 3?<|im_end|>\n"

@@ -28,11 +28,16 @@ HIDDEN = 32
 IDS = [token for token in range(tiny.VOCABULARY) if token % 3]
 
 
-def config(target: TargetIdentity, draft_vocabulary_size: int = len(IDS)) -> EagleConfig:
+def config(
+    target: TargetIdentity,
+    draft_vocabulary_size: int = len(IDS),
+    hidden_size: int = HIDDEN,
+    layers: Sequence[int] = LAYERS,
+) -> EagleConfig:
     return EagleConfig(
         feature_set="eagle3",
-        feature_layers=LAYERS,
-        hidden_size=HIDDEN,
+        feature_layers=tuple(layers),
+        hidden_size=hidden_size,
         intermediate_size=48,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -55,11 +60,17 @@ def network(config: EagleConfig, ids: Sequence[int] = IDS, seed: int = 0) -> Eag
     return made.bfloat16()
 
 
-def checkpoint(directory: Path, target: Path) -> Path:
-    """A draft of the tiny target in another directory."""
+def checkpoint(
+    directory: Path,
+    target: Path,
+    hidden_size: int = HIDDEN,
+    layers: Sequence[int] = LAYERS,
+    ids: Sequence[int] = IDS,
+) -> Path:
+    """A draft of the target in another directory; hidden_size: the target's."""
     directory.mkdir()
     identity = TargetIdentity(str(target), weights_hash(target), Vocabulary.load(target).hash)
-    network(config(identity)).save(directory)
+    network(config(identity, len(ids), hidden_size, layers), ids).save(directory)
     return directory
 
 
