@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -12,11 +12,19 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from draft_worker.drafters.lookup import LookupDrafter
 from protos.v1 import common_pb2, target_pb2, target_pb2_grpc
 from splitspec.cli.stack import Stack
+from splitspec.client import AsyncClient, AsyncGeneration
+from splitspec.errors import HandshakeError
 from splitspec.features import FeatureFormat
+from splitspec.telemetry import names
 from splitspec.tokens import TokenLog
+from splitspec.types import Origin
+from tests.integration.conftest import PATIENT, settle
 from tests.integration.raw import Stream
+from tests.integration.recorder import Recorded, Recorder, serving
+from tests.integration.test_traces import trace_of
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session")]
 
@@ -42,12 +50,31 @@ def assert_clean(
     torch.testing.assert_close(features.float(), expected, atol=1e-3, rtol=2**-7)
 
 
+@torch.inference_mode()
+def continuation(library: PreTrainedModel, token_ids: Sequence[int], count: int) -> list[int]:
+    """What the target says next in greedy decoding."""
+    text = list(token_ids)
+    for _ in range(count):
+        text.append(int(library(torch.tensor([text])).logits[0, -1].argmax()))
+    return text[-count:]
+
+
+@pytest.fixture(scope="module")
+def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces") / "trace.jsonl"
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def target(tiny_model: Path) -> AsyncIterator[Stub]:
-    async with (
-        Stack(model=tiny_model, drafters=[]) as stack,
-        grpc.aio.insecure_channel(stack.target.address) as channel,
-    ):
+async def plain(tiny_model: Path, trace_file: Path) -> AsyncIterator[Stack]:
+    """A stack without a draft worker, which the tests bring; it is always waited for."""
+    traced = f"--trace-file={trace_file}"
+    async with Stack(model=tiny_model, drafters=[], coordinator_args=[*PATIENT, traced]) as stack:
+        yield stack
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def target(plain: Stack) -> AsyncIterator[Stub]:
+    async with grpc.aio.insecure_channel(plain.target.address) as channel:
         yield target_pb2_grpc.TargetWorkerServiceStub(channel)
 
 
@@ -68,39 +95,29 @@ class TestTarget:
         self, target: Stub, library: PreTrainedModel
     ) -> None:
         """Through plain tokens, rejection, acceptance and a tree's path; and never unasked."""
-        stream, parts = session(target, "missing"), []
+        stream = session(target, "missing")
         assert (await stream.open()).length == 5
         plain = await stream.decode(1, 3, features_start=0)
         assert [verdict.HasField("features") for verdict in plain] == [False, False, True]
-        right = plain[-1]
-        for round_number, draft, parents in (
-            (4, [7, 8], ()),  # rejected
-            (5, None, ()),  # accepted
-            (6, None, (0, 0, 2)),
-        ):
-            features = FORMAT.decode(right.features)
-            assert right.features.start == sum(len(part) for part in parts)
-            assert right.features.start + len(features) == len(stream.tokens) - 1
-            parts.append(features)
-            if draft is None:
-                draft = await self.continuation(library, stream.tokens, 2)
-                draft = [7, *draft] if parents else draft
-            right = await stream.verify(round_number, draft, parents, features_start=len(stream.tokens) - 1)
-        assert list(right.path) == [1, 2]
-        parts.append(FORMAT.decode(right.features))
-        assert_clean(library, stream.tokens[:-1], torch.cat(parts))
-        unasked = await stream.verify(7, [7], features_start=None)
-        assert not unasked.HasField("features")
-        stream.call.cancel()
+        parts = [FORMAT.decode(plain[-1].features)]
 
-    @staticmethod
-    async def continuation(library: PreTrainedModel, tokens: TokenLog, count: int) -> list[int]:
-        """What the target says next in greedy decoding."""
-        text = list(tokens)
-        with torch.inference_mode():
-            for _ in range(count):
-                text.append(int(library(torch.tensor([text])).logits[0, -1].argmax()))
-        return text[-count:]
+        async def verify(round_number: int, draft: list[int], parents: tuple[int, ...] = ()) -> list[int]:
+            """What was accepted."""
+            start = len(stream.tokens) - 1
+            assert start == sum(map(len, parts))
+            verdict = await stream.verify(round_number, draft, parents, features_start=start)
+            assert verdict.features.start == start
+            parts.append(FORMAT.decode(verdict.features))
+            return list(verdict.token_ids[:-1])
+
+        assert await verify(4, [7, 8]) == []
+        said = continuation(library, stream.tokens, 2)
+        assert await verify(5, said) == said
+        said = continuation(library, stream.tokens, 2)
+        assert await verify(6, [7, *said], (0, 0, 2)) == said
+        assert_clean(library, stream.tokens[:-1], torch.cat(parts))
+        assert not (await stream.verify(7, [7])).HasField("features")
+        stream.call.cancel()
 
     async def test_of_a_prefix_that_was_cached(self, target: Stub, library: PreTrainedModel) -> None:
         """Shared by another session, and kept under the session's own handle."""
@@ -129,8 +146,8 @@ class TestTarget:
         stream = session(target, "repeated")
         await stream.open()
         first = await stream.verify(1, [21], features_start=2)
-        earlier = {"base_length": 5, "revision": 0, "prefix_hash": TokenLog(range(11, 16)).prefix_hash()}
-        await stream.send(1, [21], features_start=2, **earlier)
+        hashed = TokenLog(range(11, 16)).prefix_hash()
+        await stream.send(1, [21], features_start=2, base_length=5, revision=0, prefix_hash=hashed)
         again = await stream.verdict()
         assert again.repeated
         assert again.features == first.features
@@ -181,3 +198,122 @@ class TestTarget:
             await asked
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert f"{kind}.features_start is {expected}" in (caught.value.details() or "")
+
+
+PROMPT = list(range(1000, 1040))
+
+
+async def known_text(client: AsyncClient, prompt: list[int], count: int) -> list[int]:
+    """The prompt and what the target says to it, decoded plainly."""
+    generation = client.generate(prompt, temperature=0.0, ignore_eos=True, max_tokens=count, speculate=False)
+    result = await generation.result()
+    return [*prompt, *result.token_ids]
+
+
+def asked(
+    client: AsyncClient, drafter: str, prompt: list[int], count: int, session: str = ""
+) -> AsyncGeneration:
+    return client.generate(
+        prompt,
+        temperature=0.0,
+        ignore_eos=True,
+        max_tokens=count,
+        drafter=drafter,
+        num_draft_tokens=3,
+        session_id=session,
+    )
+
+
+def assert_each_once(state: Recorded) -> None:
+    """Every hand-over begins where the one before has ended, and has all that the target held then."""
+    assert state.taken
+    end = 0
+    for start, stop, num_committed in state.taken:
+        assert start == end
+        assert stop == num_committed - 1
+        end = stop
+    assert end == len(state.features)
+
+
+class TestRelay:
+    """The whole service, with a drafter of the test's own."""
+
+    async def test_a_drafter_gets_each_tokens_features_once(
+        self, plain: Stack, library: PreTrainedModel, trace_file: Path
+    ) -> None:
+        """Over rejected and accepted proposals, and in the session's next request; lookup gets none."""
+        async with AsyncClient(plain.address) as client:
+            text = await known_text(client, PROMPT, 60)
+            recorder = Recorder("recorder", WANTED, text)
+            async with serving(plain.redis_url, recorder, LookupDrafter("lookup", 3, 1)):
+                first = await asked(client, "recorder", PROMPT, 40, "recorded").result()
+                assert [*PROMPT, *first.token_ids] == text[:80]
+                assert {Origin.ACCEPTED, Origin.CORRECTION} <= {token.origin for token in first.tokens}
+                second = await asked(client, "recorder", [7, 8, 9], 20, "recorded").result()
+                await client.close_session("recorded")
+                await asked(client, "lookup", [*PROMPT, *PROMPT], 20, "looked up").result()
+                await client.close_session("looked up")
+        (state,) = recorder.states
+        assert_each_once(state)
+        whole = [*text[:80], 7, 8, 9, *second.token_ids]
+        assert state.tokens == whole[: len(state.tokens)]
+        assert len(state.features) > 83
+        assert_clean(library, whole[: len(state.features)], torch.stack(state.features))
+        brought = {
+            session: [
+                span.attributes[names.FEATURE_BYTES.name]
+                for span in await trace_of(trace_file, session)
+                if names.FEATURE_BYTES.name in span.attributes
+            ]
+            for session in ("recorded", "looked up")
+        }
+        assert sum(brought["recorded"]) >= len(state.features) * 2 * 64 * 2
+        assert brought["looked up"] == []
+
+    async def test_a_replaced_draft_worker_gets_them_from_the_start(
+        self, plain: Stack, library: PreTrainedModel
+    ) -> None:
+        async with AsyncClient(plain.address) as client:
+            text = await known_text(client, PROMPT, 400)
+            first, second = (Recorder("recorder", WANTED, text) for _ in range(2))
+            async with serving(plain.redis_url, first):
+                running = asked(client, "recorder", PROMPT, 400)
+                await running.read()
+
+                async def proposed() -> bool:
+                    return first.num_proposals >= 4
+
+                await settle(proposed, limit_s=60)
+            async with serving(plain.redis_url, second):
+                result = await running.result()
+        assert result.token_ids == text[40:]
+        for recorder in (first, second):
+            (state,) = recorder.states
+            assert_each_once(state)
+            assert_clean(library, text[: len(state.features)], torch.stack(state.features))
+        assert second.states[0].taken[0][1] > 40 + 4
+        assert second.num_proposals > 0
+
+    async def test_those_of_a_long_text_take_several_rounds(
+        self, plain: Stack, library: PreTrainedModel
+    ) -> None:
+        """A message has 3 MiB for them: here 768 tokens."""
+        prompt = list(range(1000, 3000))
+        wide = common_pb2.FeatureRequest(layers=[2, 1] * 16, dtype="bfloat16")
+        recorder = Recorder("wide", wide)
+        async with AsyncClient(plain.address) as client, serving(plain.redis_url, recorder):
+            result = await asked(client, "wide", prompt, 8).result()
+        (state,) = recorder.states
+        assert [(start, stop) for start, stop, _ in state.taken[:2]] == [(0, 768), (768, 1536)]
+        assert state.taken[2][0] == 1536
+        assert state.taken[2][1] == state.taken[2][2] - 1
+        features = torch.stack(state.features)
+        assert torch.equal(features[:, :2], features[:, -2:])
+        assert_clean(library, [*prompt, *result.token_ids][: len(features)], features[:, :2])
+
+    async def test_features_that_no_target_keeps(self, plain: Stack) -> None:
+        recorder = Recorder("deep", common_pb2.FeatureRequest(layers=[3], dtype="bfloat16"))
+        async with AsyncClient(plain.address) as client, serving(plain.redis_url, recorder):
+            sentence = r"the drafter wants features of the target's layers \[3\], but target worker .* keeps"
+            with pytest.raises(HandshakeError, match=sentence):
+                await asked(client, "deep", PROMPT, 4).result()
