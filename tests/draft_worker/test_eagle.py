@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from draft_worker.drawing import DraftCounterNoise
 from draft_worker.eagle.loading import load_eagle
 from draft_worker.eagle.model import EagleFeed, EagleLM
 from draft_worker.eagle.network import EagleConfig, EagleNetwork
-from draft_worker.eagle.trees import chain
+from draft_worker.eagle.trees import Growth, Round, chain, dynamic_tree, fixed_tree
 from draft_worker.eagle.vocabulary import DraftVocabulary
 from splitspec.engine.feed import Feed
 from splitspec.engine.scheduler import run_alone
@@ -45,9 +46,7 @@ def directory(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(directory: Path, target: Path, dtype: str = "float32") -> tuple[EagleLM, DraftVocabulary]:
-    return load_eagle(
-        directory, "draft", target, "tiny", dtype=dtype, device="cpu", block_size=4
-    )
+    return load_eagle(directory, "draft", target, "tiny", dtype=dtype, device="cpu", block_size=4)
 
 
 @pytest.fixture(scope="module")
@@ -308,6 +307,41 @@ class TestDraw:
             drawing = drawing_of(sampling, Rule.SHARED_NOISE)
             q = ProcessedRows(logits, drawing, tokens, [path]).probabilities(0)
             assert DraftCounterNoise(7, 1).race(12 + depth, q) == token
+
+
+class TestTrees:
+    @pytest.mark.parametrize("rule", [Rule.GREEDY, Rule.SHARED_NOISE, Rule.BLOCK])
+    @pytest.mark.parametrize("growth", [fixed_tree, dynamic_tree])
+    def test_a_tree_on_paged_rows_is_that_on_plain_ones(
+        self,
+        loaded: tuple[EagleLM, DraftVocabulary],
+        dense: eagles.Dense,
+        growth: Callable[..., Growth],
+        rule: Rule,
+    ) -> None:
+        """Twice in a row: after the first, its path is committed and fed with the target's features."""
+        sampling = GREEDY if rule is Rule.GREEDY else SAMPLED
+        drawing, (model, vocabulary) = drawing_of(sampling, rule), loaded
+        drafter = EagleDrafter(model, vocabulary, "eagle", functools.partial(growth, depth=4, width=3))
+        state, tokens = drafter.open(), tiny.text(13)
+        for _ in range(2):
+            draft = propose(drafter, state, tokens, 10, sampling, rule)
+            round_ = Round(rule, len(tokens), vocabulary.noise(DraftCounterNoise(7, len(tokens))))
+            growing = growth(round_, 10, depth=4, width=3)
+            paths = next(growing)
+            try:
+                while True:
+                    rows = [
+                        dense.after(tokens, eagles.features(tokens)[:-1], vocabulary.to_target(path))
+                        for path in paths
+                    ]
+                    warm = drawing_of(Sampling()) if rule is Rule.GREEDY else drawing
+                    paths = growing.send(ProcessedRows(torch.stack(rows), warm, tokens, paths))
+            except StopIteration as end:
+                eagles.assert_same_proposal(draft, vocabulary.draft(end.value))
+            assert len(draft.token_ids) == 10
+            assert state.kv.length == len(tokens) - 1
+            tokens = [*tokens, *max(draft.paths, key=len), 11]
 
 
 class TestLoading:
