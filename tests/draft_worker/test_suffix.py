@@ -158,6 +158,10 @@ class TestPastAnswers:
         assert service.proposed([5]) == [6]
         assert service.proposed([6, 7]) == [8]
         assert service.proposed([6]) == []
+        # Nor does what stood before an answer count as its context.
+        for answer in ([4], [4], [4, 9]):
+            service.answered(answer)
+        assert service.proposed([4]) == [9]
 
     def test_answers_drawn_with_the_requests_own_seed_are_not_proposed(self) -> None:
         """They depend on its noise. Where that can't change the tokens, they are as good as any."""
