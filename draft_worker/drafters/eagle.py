@@ -36,14 +36,16 @@ Grow: TypeAlias = Callable[[Round, int], Growth]
 class EagleState:
     """One session. kv: a row for each committed token but the first, and draft rows while it drafts.
 
-    features: [tokens, layers, hidden size] that have come, those of token features_start on, and weren't fed
-    yet. next_logits: [1, draft vocabulary] of the last committed row; None when it wasn't the last one fed.
+    tokens: those that were fed last. features: [tokens, layers, hidden size] that have come for them, those
+    of token features_start on, and aren't in kv yet. next_logits: [1, draft vocabulary] of the last committed
+    row; None when it wasn't the last one fed.
     """
 
     def __init__(self, kv: KV, tenant: str) -> None:
         self.kv = kv
         self.tenant = tenant
         self.first_token: int | None = None
+        self.tokens: Sequence[int] = ()
         self.features: torch.Tensor | None = None
         self.features_start = 0
         self.next_logits: torch.Tensor | None = None
@@ -76,9 +78,15 @@ class EagleDrafter:
         return EagleState(self._model.new_kv(tenant), tenant)
 
     def feed(self, state: EagleState, token_ids: Sequence[int]) -> Steps[int]:
-        """See Drafter. Nothing is fed before the features come; what other sessions have left is adopted."""
-        state.features = None
+        """See Drafter. Nothing goes into the KV here, though what other sessions have left is adopted:
+        features come after it, and wait for the next proposal, however many rounds that takes.
+        """
+        kept = common_prefix(state.tokens, token_ids)
+        state.tokens = token_ids[:]
         self._take_over(state, token_ids)
+        if state.features is not None:
+            known = state.features[: max(0, kept - state.features_start)]
+            state.features = known if state.kv.length >= state.features_start else None
         return state.kv.length
         yield  # it is a job, but needs no pass
 

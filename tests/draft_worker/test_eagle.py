@@ -214,6 +214,26 @@ class TestState:
             again = propose(drafter, state, changed, 4)
             eagles.assert_same_proposal(again, propose(drafter, drafter.open(), changed, 4))
 
+    @pytest.mark.parametrize("cut", [None, 3, 10, 12, 15])
+    def test_features_wait_over_rounds_that_others_propose_in(
+        self, drafter: EagleDrafter, cut: int | None
+    ) -> None:
+        """As in a hybrid: each round feeds and brings features; a cut drops those behind it alone."""
+        text = tiny.text(20)
+        state = drafter.open()
+        propose(drafter, state, text[:9], 3)
+        for length in (11, 16):
+            run_alone(drafter.feed(state, text[:length]))
+            start = drafter.held_features(state)
+            drafter.take_features(state, start, eagles.features(text)[start : length - 1])
+            assert drafter.held_features(state) == length - 1
+        tokens = text if cut is None else [*text[:cut], 5, 6, 7]
+        run_alone(drafter.feed(state, tokens))
+        held = drafter.held_features(state)
+        assert held == 15 if cut is None else cut - 1 <= held <= cut
+        again = propose(drafter, state, tokens, 3)
+        assert again == propose(drafter, drafter.open(), tokens, 3)
+
     def test_a_job_that_is_left_leaves_no_draft_rows(self, drafter: EagleDrafter) -> None:
         state, tokens = drafter.open(), tiny.text(9)
         drafter.take_features(state, 0, eagles.features(tokens)[:8])
