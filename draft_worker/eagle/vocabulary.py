@@ -73,6 +73,8 @@ class VocabularyNoise:
     def __init__(self, noise: DraftCounterNoise, ids: np.ndarray) -> None:
         self._noise = noise
         self._ids = ids
+        #: By position: all nodes of a tree's level have the same.
+        self._delays: dict[int, np.ndarray] = {}
 
     def draft_token(self, index: int, q: SparseDistribution) -> int:
         return self._noise.draft_token(index, q)
@@ -81,7 +83,9 @@ class VocabularyNoise:
         return race(self._words(position), weights.cpu().numpy())
 
     def delays(self, position: int, count: int) -> np.ndarray:
-        return delays(self._words(position)[:count])
+        if position not in self._delays:
+            self._delays[position] = delays(self._words(position))
+        return self._delays[position][:count]
 
     def _words(self, position: int) -> np.ndarray:
         words: np.ndarray = shared_words(self._noise.seed, position, int(self._ids[-1]) + 1)[self._ids]

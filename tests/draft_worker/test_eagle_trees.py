@@ -125,11 +125,25 @@ class TestDynamic:
         draft, _ = grow(dynamic_tree(round_of(), count, 3, 64), q)
         assert sorted(map(confidence, draft.paths[1:]), reverse=True) == pytest.approx(best)
 
-    def test_a_level_goes_on_from_its_surest_nodes(self) -> None:
-        q = tables.random_model(5, 3)
-        _, passes = grow(dynamic_tree(round_of(), 8, 3, 2), q)
-        first = q((), ((),)).probabilities(0)
-        assert [path[0] for path in passes[1]] == first.topk(2).indices.tolist()
+    @pytest.mark.parametrize("seed", range(4))
+    def test_a_level_goes_on_from_its_surest_nodes(self, seed: int) -> None:
+        """Of those that the level before has given."""
+        q = tables.random_model(5, seed)
+        _, passes = grow(dynamic_tree(round_of(), 8, 4, 2), q)
+
+        def row(path: Path) -> list[float]:
+            weights: list[float] = q((), (path,)).probabilities(0).tolist()
+            return weights
+
+        sure: dict[Path, float] = {(): 1.0}
+        for paths in passes:
+            assert set(paths) == set(sorted(sure, key=lambda path: -sure[path])[:2])
+            sure = {
+                (*path, token): sure[path] * weight
+                for path in paths
+                for token, weight in sorted(enumerate(row(path)), key=lambda each: -each[1])[:2]
+                if weight
+            }
 
     def test_the_surest_path_has_the_first_rows(self) -> None:
         """As in a chain, so that it has the very bits that it would have there."""
