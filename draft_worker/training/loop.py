@@ -117,7 +117,7 @@ class Training:
             self._log({"tokens": 0, **task.evaluate(validation)})
 
     def run(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Train to the end of the plan, or until `stopped` says so; the checkpoint is written either way."""
+        """Train to the end of the plan, or until `stopped` says so; either way a checkpoint is written."""
         saved = started = time.monotonic()
         seconds = self.progress.seconds
         loss = 0.0
@@ -141,8 +141,11 @@ class Training:
             else:
                 self.progress.epoch += 1
                 self.progress.batch = 0
-        self._log({"loss": loss, **self._figures(), **self._task.evaluate(self._validation)})
         self.save()
+        if self.progress.tokens < self._plan.tokens:
+            self._log({"loss": loss, **self._figures()})
+        else:
+            self._log({"loss": loss, **self._figures(), **self._task.evaluate(self._validation)})
 
     def _passed(self, before: int, every: int) -> bool:
         """Whether the last step's tokens passed a multiple of `every`."""

@@ -35,7 +35,7 @@ def _train(tiny: Tiny, out: Path, divergence: str, on_policy_share: float) -> li
 def test_distillation_makes_the_target_accept_more(
     tiny: Tiny, tmp_path: Path, divergence: str, on_policy_share: float
 ) -> None:
-    before, after = _train(tiny, tmp_path, divergence, on_policy_share)
+    before, *_, after = _train(tiny, tmp_path, divergence, on_policy_share)
     assert after["sampled_1"] > before["sampled_1"] + 0.05
     assert after["greedy_1"] > before["greedy_1"]
 
