@@ -66,8 +66,8 @@ def load_library_model(
     """The library's model, in eval mode on the device; of several ranks this one's share of it.
 
     Raises ConfigError naming `model` for an architecture that the library doesn't know, that can't be
-    rewound, that takes no cache, or that can't be split between ranks; for missing or broken weights;
-    and for a layer that doesn't exist.
+    rewound, that always gives logits of all positions, or that can't be split between ranks; for missing
+    or broken weights; and for a layer that doesn't exist.
     """
     library_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     config = _config(directory, name)
@@ -95,9 +95,10 @@ def load_library_model(
         raise wrong_model(
             name, f"weights for every parameter ({len(missing)} are missing, such as {missing[0]})"
         )
-    accepted = inspect.signature(model.forward).parameters
-    if model._is_stateful or not {"cache", "logits_to_keep"} <= accepted.keys():
-        raise wrong_model(name, f"a model with a KV cache of its own ({config.model_type} has none)")
+    if model._is_stateful:
+        raise wrong_model(name, f"a model whose KV can be rewound ({config.model_type} has other state)")
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise wrong_model(name, f"a model that can leave out logits ({config.model_type} can't)")
     if ranks is not None:
         ranks.keep_own_shards(model, name)
     if keep_layers is not None:

@@ -227,7 +227,7 @@ def test_longrope_is_served_up_to_where_it_changes_all_positions(tmp_path: Path)
         (JambaConfig(**tiny._GROUPED, num_experts=2, use_mamba_kernels=False), "KV can be rewound"),
         (
             RwkvConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, context_length=64),
-            "cache of its own",
+            "rwkv has other state",
         ),
         (Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=2), "KV can be rewound"),
         (T5Config(), "KV can be rewound"),

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BloomConfig, GptOssConfig, Llama4TextConfig
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers import BloomConfig, GptOssConfig, Llama4TextConfig, OpenAIGPTConfig, TrOCRConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM
 
 from splitspec.errors import ConfigError
 from tests.engine import tiny
@@ -24,6 +24,11 @@ SMALL = tiny._GROUPED | {"head_dim": 8}
             Llama4TextConfig(**SMALL, num_local_experts=2, attention_chunk_size=8, intermediate_size_mlp=48),
             "a mask that isn't causal",
         ),
+        (OpenAIGPTConfig(vocab_size=97, n_positions=64, n_embd=32, n_layer=2, n_head=4), "can't be replaced"),
+        (
+            TrOCRConfig(vocab_size=97, d_model=32, decoder_layers=2, decoder_attention_heads=4),
+            "a model that can leave out logits",
+        ),
         (BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4), "max_position_embeddings"),
     ],
     ids=lambda value: getattr(value, "model_type", None),
@@ -32,6 +37,21 @@ def test_models_that_need_more_are_refused(tmp_path: Path, config: Any, expected
     with pytest.raises(ConfigError, match=expected) as caught:
         tiny.load(tiny.checkpoint(tmp_path, config))
     assert caught.value.field == "model"
+
+
+def test_a_model_needs_no_cache_of_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tiny.checkpoint(tmp_path, tiny.CONFIGS["llama"])
+    served = tiny.load(directory)
+    expected = served.forward(served.new_kv(), tiny.text(20), 20)
+    forward = LlamaForCausalLM.forward
+
+    def without(self: Any, input_ids: Any, position_ids: Any, logits_to_keep: Any = 0, **kwargs: Any) -> Any:
+        assert "cache" not in kwargs
+        return forward(self, input_ids, position_ids=position_ids, logits_to_keep=logits_to_keep, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", without)
+    bare = tiny.load(directory)
+    assert torch.equal(bare.forward(bare.new_kv(), tiny.text(20), 20), expected)
 
 
 def test_unknown_attention_arguments_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
