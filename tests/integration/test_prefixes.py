@@ -54,10 +54,8 @@ def cached(turns: list[Result]) -> list[int]:
 
 async def test_sessions_hold_the_same_after_each_turn(client: AsyncClient) -> None:
     async def talk(way: str, options: GenerateOptions) -> list[Result]:
-        turns = [
-            await client.generate([Message("user", question)], session_id=way, **options).result()
-            for question in QUESTIONS
-        ]
+        options = {**options, "session_id": way}
+        turns = [await client.generate([Message("user", q)], **options).result() for q in QUESTIONS]
         await client.close_session(way, tenant=options["tenant"])
         return turns
 
