@@ -32,8 +32,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "gpt_neox": tiny.CONFIGS["gpt_neox"],
     "phi3": Phi3Config(**tiny._GROUPED),
 }
-PROMPT = tiny.text(18)
-NUM_BLOCKS = 12
+SIZE = tiny.BLOCK_SIZE
+PROMPT = tiny.text(4 * SIZE + 2)
+NUM_BLOCKS = 10
 TREE = tiny.text(8, seed=3)
 PARENTS = (0, 0, 1, 2, 2, 4, 5)
 
@@ -80,7 +81,7 @@ def pair(
     settings: dict[str, Any] = {"feature_layers": [1, 3]}
     pool = tiny.load(directory, **settings).pool
     alone = tiny.load(directory, kv_memory_bytes=NUM_BLOCKS * pool.block_bytes, **settings)
-    keys_and_values = sum(shape.elements_per_token for shape in pool.shapes) * tiny.BLOCK_SIZE * 4
+    keys_and_values = sum(shape.elements_per_token for shape in pool.shapes) * SIZE * 4
     saved = 0 if request.param == "phi3" else keys_and_values // 2
     settings["kv_memory_bytes"] = 2 * NUM_BLOCKS * (pool.block_bytes - saved)
     ranks = follow(directory=str(directory), **settings)
@@ -103,23 +104,24 @@ def session(model: CausalLM) -> list[torch.Tensor]:
     seen: list[torch.Tensor] = []
     first, second = model.new_kv("tenant"), model.new_kv()
     seen += model.forward_batch([Feed(first, PROMPT, 3), Feed(second, PROMPT[:5], 5)])
-    first.truncate(15)  # a rejection
+    first.truncate(4 * SIZE - 1)  # a rejection
     seen += model.forward_batch([Feed(second, tiny.text(1, seed=1), 1), Feed(first, tiny.text(6, seed=2), 6)])
     length = first.length
     seen += model.forward_batch([Feed(first, TREE, len(TREE), PARENTS), Feed(second, [4], 1)])
     first.keep_path(length, [1, 4, 5])
     seen.append(model.forward(first, [7, 8], 2))
-    first.finalise(16)
-    other = model.new_kv("tenant", [*PROMPT[:15], *tiny.text(6, seed=2)])  # 16 tokens of it are found
-    other.truncate(14)  # in the middle of a block that others hold, which is copied
+    first.finalise(4 * SIZE)
+    other = model.new_kv("tenant", [*PROMPT[: 4 * SIZE - 1], *tiny.text(6, seed=2)])
+    assert other.length == 4 * SIZE
+    other.truncate(4 * SIZE - 2)  # in the middle of a block that others hold, which is copied
     seen.append(model.forward(other, [9, 10, 11], 3))
-    seen.append(model.features(other, 0, 17))
+    seen.append(model.features(other, 0, other.length))
     seen.append(model.features(first, 0, first.length))
     second.free()
     first.rest()
     filling = model.new_kv()
-    seen.append(model.forward(filling, tiny.text(28, seed=4), 4))  # `first` has to give way
-    assert (first.length, other.length) == (0, 17)
+    seen.append(model.forward(filling, tiny.text(4 * SIZE + 4, seed=4), 4))
+    assert (first.length, other.length) == (0, 4 * SIZE + 1)  # `first` had to give way
     seen.append(model.forward(other, [12], 1))
     for kv in (first, other, filling):
         kv.free()

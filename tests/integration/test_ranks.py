@@ -64,7 +64,7 @@ async def test_two_ranks_say_what_one_process_says_and_a_lost_rank_is_replaced(
             async def replaced() -> bool:
                 return target.log_path.read_text().count("event='serving'") == 2
 
-            await settle(replaced, limit_s=60)
+            await settle(replaced, limit_s=150)
             assert not {first, second} & set(ranks_of(target))
             assert "error: a rank of this worker was lost" in target.log_path.read_text()
             assert await texts(client, speculate=True) == expected
