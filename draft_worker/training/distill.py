@@ -53,7 +53,7 @@ class DistillTask:
         """Mean divergence over the answers' positions."""
         batch = load_batch(rows, self._device)
         if self._on_policy_share and float(torch.rand(())) < self._on_policy_share:
-            batch = self._rewritten(batch)
+            batch = self.rewritten(batch)
         texts, places = answer_places(batch)
         with self._autocast:
             hidden = self._student.base_model(batch.token_ids, use_cache=False).last_hidden_state
@@ -62,7 +62,7 @@ class DistillTask:
         return self._divergence(theirs.float(), ours.float()).mean()
 
     @torch.no_grad()
-    def _rewritten(self, batch: Batch) -> Batch:
+    def rewritten(self, batch: Batch) -> Batch:
         """The batch's prompts with answers that the student samples, of the same length or shorter."""
         ids = batch.token_ids.clone()
         written = torch.arange(ids.shape[1], device=ids.device) < batch.answer_starts[:, None]

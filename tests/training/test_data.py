@@ -53,6 +53,19 @@ def test_answers_at_temperature_zero_are_the_targets_greedy_ones(tiny: Tiny) -> 
         assert choices.tolist() == example.token_ids[example.answer_start :]
 
 
+def test_answers_at_temperature_one_are_drawn_from_the_target(tiny: Tiny) -> None:
+    """Not its greedy ones, and of tokens that it finds as likely as a draw of its own would be."""
+    surprise = expected = 0.0
+    for example in (example for example in tiny.examples if example.temperature == 1):
+        with torch.inference_mode():
+            logits = tiny.teacher.model(torch.tensor([example.token_ids]), use_cache=False).logits[0]
+        log_p = logits[example.answer_start - 1 : -1].log_softmax(dim=-1)
+        answer = torch.tensor(example.token_ids[example.answer_start :])
+        surprise -= float(log_p.gather(-1, answer[:, None]).sum())
+        expected -= float((log_p.exp() * log_p).sum())
+    assert 0.8 * expected < surprise < 1.2 * expected
+
+
 def test_temperatures_come_in_their_shares(tiny: Tiny) -> None:
     counts = Counter(record["temperature"] for record in _records(tiny.data))
     assert counts.keys() == set(TEMPERATURES)

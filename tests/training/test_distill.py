@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from draft_worker.training.cache import load_batch
 from draft_worker.training.commands import Options, parse_layers, train_distill
 from draft_worker.training.distill import DistillTask
 from draft_worker.training.loop import Plan, Training
@@ -38,6 +39,21 @@ def test_distillation_makes_the_target_accept_more(
     before, *_, after = _train(tiny, tmp_path, divergence, on_policy_share)
     assert after["sampled_1"] > before["sampled_1"] + 0.05
     assert after["greedy_1"] > before["greedy_1"]
+
+
+def test_on_policy_answers_are_the_drafts_and_judged_by_the_target(tiny: Tiny) -> None:
+    student = load_library_model(tiny.directory, "tiny", torch.float32, CPU, [0, 3], None)
+    batch = load_batch(tiny.rows[:6], CPU)
+    torch.manual_seed(0)
+    written = DistillTask(student, tiny.teacher, "reverse_kl", 1.0).rewritten(batch)
+    places = torch.arange(batch.token_ids.shape[1])
+    prompts = places < batch.answer_starts[:, None]
+    assert torch.equal(written.token_ids[prompts], batch.token_ids[prompts])
+    answers = ~prompts & (places < batch.lengths[:, None])
+    assert (written.token_ids[answers] != batch.token_ids[answers]).float().mean() > 0.5
+    with torch.inference_mode():
+        clean = tiny.teacher.run(written.token_ids[:1, : batch.lengths[0]])[1][0]
+    torch.testing.assert_close(written.hidden[0, : batch.lengths[0]].float(), clean, rtol=0.05, atol=0.05)
 
 
 def test_the_draft_is_a_model_that_the_engine_loads(tiny: Tiny, tmp_path: Path) -> None:
