@@ -7,7 +7,6 @@ whatever else is in the pass: see `fewest_rows` and `_UNIT`.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,8 +26,6 @@ _UNIT = 256
 #: of a call when they come to no more than the second figure.
 _SMALLEST_PRODUCT = 400
 _SMALLEST_BATCH = 16**3
-#: Scores of a tile, from which on it is worth more than one thread.
-_LARGE = 1 << 17
 
 
 class RaggedPass:
@@ -100,7 +97,8 @@ def paged_attention(
     for tile in ragged.tiles(sliding_window, num_heads // num_kv_heads):
         rows = query[0].index_select(1, tile.rows).view(num_kv_heads, -1, key_size)
         seen = tile.of(keys), tile.of(values)
-        with threads.whole if tile.bias.numel() * num_kv_heads > _LARGE else contextlib.nullcontext():
+        num_bytes = sum(held.numel() * held.element_size() for held in seen)
+        with threads.worth(num_bytes, rows.shape[1]):
             # In float32 the library's fused product orders its sums by the number of keys.
             if query.dtype == torch.float32 or softcap is not None:
                 result = _attend(rows.mul_(scale), *seen, tile.bias, softcap)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import structlog
 import torch
 from transformers import PreTrainedModel
 
@@ -18,6 +19,7 @@ from splitspec.engine.batch import Batch
 from splitspec.engine.blocks import BlockPool
 from splitspec.engine.features import keep_outputs
 from splitspec.engine.feed import Feed, Reservation
+from splitspec.engine.huge_pages import use_huge_pages
 from splitspec.engine.kv import KV
 from splitspec.engine.linear import Slabs, can_pack, has_tile_registers, pack_linears
 from splitspec.engine.loading import (
@@ -36,6 +38,7 @@ from splitspec.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from splitspec.engine.parallel import Ranks
 
+log = structlog.get_logger()
 BLOCK_SIZE = 64
 
 
@@ -125,6 +128,7 @@ class CausalLM:
         slabs = Slabs(needed=deterministic and tiled)
         if can_pack(element, place):
             pack_linears(model, found, slabs)
+            log.info("weights in huge pages", model=name, mib=use_huge_pages() >> 20)
         text._attn_implementation = attention.NAME
         if feature_layers:
             keep_outputs(decoder_layers(model, name), feature_layers)

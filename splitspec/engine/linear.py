@@ -58,6 +58,7 @@ class PackedLinear(nn.Module):
         self.out_features = len(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), LONGEST_SHORT_FEED)
         self._bias = None if bias is None else bias.detach()
+        self._num_bytes = weight.nbytes
         self._slabs = slabs
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
@@ -75,7 +76,7 @@ class PackedLinear(nn.Module):
         return result.view(*given.shape[:-1], self.out_features)
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
-        with threads.whole:
+        with threads.worth(self._num_bytes, rows.shape[:-1].numel()):
             result: torch.Tensor = _linear(rows, self._weight, self._bias, "none", [], "")
         return result
 

@@ -161,7 +161,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
 def test_blocks_come_back(llama: CausalLM) -> None:
     before = llama.pool.num_used
     kvs = [llama.new_kv() for _ in range(3)]
-    llama.forward_batch([Feed(kv, tiny.text(10 + index), 1) for index, kv in enumerate(kvs)])
+    llama.forward_batch([Feed(kv, tiny.text(40 + index), 1) for index, kv in enumerate(kvs)])
     assert llama.pool.num_used == before + 9
     kvs[0].truncate(4)
     assert llama.pool.num_used == before + 7
