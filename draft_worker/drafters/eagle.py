@@ -22,7 +22,7 @@ from protos.v1 import common_pb2, draft_pb2
 from splitspec.engine.blocks import BlockPool
 from splitspec.engine.kv import KV
 from splitspec.engine.scheduler import Pass, Steps
-from splitspec.errors import OutOfSyncError
+from splitspec.errors import InvalidRequestError, OutOfSyncError
 from splitspec.models import resolve_model
 from splitspec.sampling.rows import ProcessedRows
 from splitspec.tokens import common_prefix
@@ -93,8 +93,12 @@ class EagleDrafter:
     def take_features(self, state: EagleState, start: int, features: torch.Tensor) -> None:
         """Features of tokens `start` on: [tokens, layers, hidden size]. Those held already are left out.
 
-        Raises OutOfSyncError when some before `start` lack.
+        Raises InvalidRequestError for those of another hidden size, which no target of this draft has, and
+        OutOfSyncError when some before `start` lack.
         """
+        shape, size = list(features.shape), self._model.config.hidden_size
+        if shape[-1] != size:
+            raise InvalidRequestError.of("propose.features.shape", shape, f"a hidden size of {size}")
         held = state.held_features
         if start > held:
             raise OutOfSyncError(f"features start at token {start}, but the drafter holds those of {held}")

@@ -20,7 +20,7 @@ from draft_worker.eagle.trees import Growth, Round, chain, dynamic_tree, fixed_t
 from draft_worker.eagle.vocabulary import DraftVocabulary
 from splitspec.engine.feed import Feed
 from splitspec.engine.scheduler import run_alone
-from splitspec.errors import ConfigError, HandshakeError, OutOfSyncError
+from splitspec.errors import ConfigError, HandshakeError, InvalidRequestError, OutOfSyncError
 from splitspec.sampling.rows import ProcessedRows
 from splitspec.tokens import TokenLog
 from splitspec.types import Rule, Sampling
@@ -199,6 +199,8 @@ class TestState:
             OutOfSyncError, match="features start at token 7, but the drafter holds those of 6"
         ):
             drafter.take_features(state, 7, features[7:])
+        with pytest.raises(InvalidRequestError, match=r"shape is \[2, 2, 31\], expected a hidden size of 32"):
+            drafter.take_features(state, 6, features[6:8, :, :31])
         drafter.take_features(state, 3, features[3:8])
         draft = propose(drafter, state, tokens, 3)
         assert draft == propose(drafter, drafter.open(), tokens, 3)
