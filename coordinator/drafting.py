@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from coordinator.links import DraftLink
+from protos.v1 import common_pb2
 from splitspec.errors import SplitspecError
 
 log = structlog.get_logger()
@@ -24,6 +25,8 @@ class Drafting:
         self._retry_s = retry_s
         #: Name of the last link's drafter; empty before there was any.
         self.drafter = link.drafter if link is not None else ""
+        #: What the target was asked to bring; a worker that comes later and wants others gets none.
+        self.features: common_pb2.FeatureRequest | None = None
         self._rejoining: asyncio.Task[None] | None = None
 
     @property
@@ -51,7 +54,11 @@ class Drafting:
     async def _rejoin(self) -> None:
         await asyncio.sleep(self._retry_s)
         try:
-            self._link = await self._connect()
-            self.drafter = self._link.drafter if self._link is not None else self.drafter
+            self._link = link = await self._connect()
         except SplitspecError as error:
             log.warning("no draft worker", error=str(error))
+            return
+        if link is not None:
+            self.drafter = link.drafter
+            if link.features != self.features:
+                log.warning("draft worker gets no features: it wants others", worker=link.worker_id)

@@ -155,6 +155,8 @@ class Generation:
         """Open both workers and run the rounds, behind what an earlier attempt has emitted last."""
         drafting = await self._open_drafting(owned, links)
         features = await self._wanted_features(drafting)
+        if drafting is not None:
+            drafting.features = features
         target, opened = await self._open_target(owned, links, features, held=owned.record.target)
         self.stats.count_prompt(note.prompt_end, opened.cached_length)
         with self.stats.span.child(names.JOURNAL):

@@ -93,8 +93,8 @@ class Recorder:
 
 
 @contextlib.asynccontextmanager
-async def serving(redis_url: str, *drafters: Drafter) -> AsyncIterator[None]:
-    """A draft worker with these drafters while the block runs; at its end its streams break off."""
+async def serving(redis_url: str, *drafters: Drafter) -> AsyncIterator[str]:
+    """Address of a draft worker with these drafters while the block runs; then its streams break off."""
     settings = DraftSettings(drafters=("lookup",), redis_url=redis_url, port=0, shutdown_grace_s=0)
     worker = DraftWorker(
         unique_id("draft"),
@@ -118,7 +118,7 @@ async def serving(redis_url: str, *drafters: Drafter) -> AsyncIterator[None]:
 
             async with registered(registry, entry, settings.directory_lease_s):
                 await server.set_ready()
-                yield
+                yield server.address
     finally:
         worker.scheduler.close()
         await registry.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import pytest
@@ -13,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draft_worker.drafters.lookup import LookupDrafter
-from protos.v1 import common_pb2, target_pb2, target_pb2_grpc
+from protos.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from splitspec.cli.stack import Stack
 from splitspec.client import AsyncClient, AsyncGeneration
 from splitspec.errors import HandshakeError
@@ -200,6 +202,88 @@ class TestTarget:
         assert f"{kind}.features_start is {expected}" in (caught.value.details() or "")
 
 
+def sent(start: int, *shape: int, dtype: str = "bfloat16") -> common_pb2.Features:
+    size = 2 * math.prod(shape)
+    return common_pb2.Features(start=start, shape=shape, dtype=dtype, data=bytes(size))
+
+
+class TestDraftWorker:
+    """What a draft worker makes of the features in a Propose on five tokens, over a raw stream."""
+
+    @staticmethod
+    async def propose(address: str, drafter: str, features: common_pb2.Features) -> common_pb2.Proposal:
+        tokens = TokenLog([11, 12, 13, 14, 15])
+        stamp = common_pb2.Stamp(
+            session_id="s", epoch=1, base_length=len(tokens), prefix_hash=tokens.prefix_hash()
+        )
+        opening = common_pb2.Open(
+            token_ids=list(tokens),
+            sampling=common_pb2.SamplingParams(temperature=0, seed=1),
+            rule=common_pb2.VERIFICATION_RULE_GREEDY,
+            drafter=drafter,
+        )
+        asking = draft_pb2.Propose(num_draft_tokens=2, start=len(tokens), features=features)
+        async with grpc.aio.insecure_channel(address) as channel:
+            call: Any = draft_pb2_grpc.DraftWorkerServiceStub(channel).DraftSession()
+            await call.write(draft_pb2.DraftSessionRequest(stamp=stamp, open=opening))
+            opened = (await call.read()).opened
+            assert (opened.length, opened.features_length) == (5, 0)
+            stamp.round = 1
+            await call.write(draft_pb2.DraftSessionRequest(stamp=stamp, propose=asking))
+            proposal: common_pb2.Proposal = (await call.read()).proposal
+            return proposal
+
+    async def test_it_hands_them_to_the_drafter(self, plain: Stack) -> None:
+        recorder = Recorder("recorder", WANTED, [11, 12, 13, 14, 15, 16, 17])
+        async with serving(plain.redis_url, recorder) as address:
+            proposal = await self.propose(address, "recorder", sent(0, 4, 2, 64))
+            assert proposal.num_draft_tokens == 2
+            proposal = await self.propose(address, "recorder", sent(0, 3, 2, 64))
+            assert proposal.num_draft_tokens == 0
+        assert [state.taken for state in recorder.states] == [[(0, 4, 5)], [(0, 3, 5)]]
+
+    @pytest.mark.parametrize(
+        ("drafter", "features", "code", "sentence"),
+        [
+            (
+                "lookup",
+                sent(0, 4, 2, 64),
+                "INVALID_ARGUMENT",
+                "propose.features is 'features of shape [4, 2, 64]', expected none, as lookup drafts without",
+            ),
+            (
+                "recorder",
+                sent(0, 5, 2, 64),
+                "INVALID_ARGUMENT",
+                "propose.features is '5 tokens from 0 on', expected tokens before the last of the 5",
+            ),
+            (
+                "recorder",
+                sent(0, 4, 2, 64, dtype="float16"),
+                "INVALID_ARGUMENT",
+                "propose.features.dtype is 'float16', expected bfloat16",
+            ),
+            (
+                "recorder",
+                sent(1, 3, 2, 64),
+                "FAILED_PRECONDITION",
+                "propose.features.start is 1, but the worker holds those of 0 tokens",
+            ),
+        ],
+        ids=["unwanted", "too many", "another type", "a gap"],
+    )
+    async def test_what_cant_be_is_refused(
+        self, plain: Stack, drafter: str, features: common_pb2.Features, code: str, sentence: str
+    ) -> None:
+        recorder = Recorder("recorder", WANTED)
+        async with serving(plain.redis_url, recorder, LookupDrafter("lookup", 3, 1)) as address:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await self.propose(address, drafter, features)
+        assert caught.value.code().name == code
+        assert sentence in (caught.value.details() or "")
+        assert all(not state.taken for state in recorder.states)
+
+
 PROMPT = list(range(1000, 1040))
 
 
@@ -274,17 +358,18 @@ class TestRelay:
         self, plain: Stack, library: PreTrainedModel
     ) -> None:
         async with AsyncClient(plain.address) as client:
-            text = await known_text(client, PROMPT, 400)
+            text = await known_text(client, PROMPT, 1000)
             first, second = (Recorder("recorder", WANTED, text) for _ in range(2))
-            async with serving(plain.redis_url, first):
-                running = asked(client, "recorder", PROMPT, 400)
-                await running.read()
 
-                async def proposed() -> bool:
-                    return first.num_proposals >= 4
+            async def proposed() -> bool:
+                return first.num_proposals >= 4
 
-                await settle(proposed, limit_s=60)
-            async with serving(plain.redis_url, second):
+            async with contextlib.AsyncExitStack() as later:
+                async with serving(plain.redis_url, first):
+                    running = asked(client, "recorder", PROMPT, 1000)
+                    await running.read()
+                    await settle(proposed, limit_s=60)
+                    await later.enter_async_context(serving(plain.redis_url, second))
                 result = await running.result()
         assert result.token_ids == text[40:]
         for recorder in (first, second):
@@ -293,6 +378,22 @@ class TestRelay:
             assert_clean(library, text[: len(state.features)], torch.stack(state.features))
         assert second.states[0].taken[0][1] > 40 + 4
         assert second.num_proposals > 0
+
+    async def test_a_draft_worker_that_comes_later_and_wants_others_gets_none(self, plain: Stack) -> None:
+        others = common_pb2.FeatureRequest(layers=[1], dtype="bfloat16")
+        async with AsyncClient(plain.address) as client:
+            text = await known_text(client, PROMPT, 1000)
+            first, second = (Recorder("recorder", wanted, text) for wanted in (WANTED, others))
+            async with contextlib.AsyncExitStack() as later:
+                async with serving(plain.redis_url, first):
+                    running = asked(client, "recorder", PROMPT, 1000)
+                    await running.read()
+                    await later.enter_async_context(serving(plain.redis_url, second))
+                result = await running.result()
+                assert result.token_ids == text[40:]
+                assert [state.taken for state in second.states] == [[]]
+                await asked(client, "recorder", PROMPT, 8).result()
+                assert_each_once(second.states[-1])
 
     async def test_those_of_a_long_text_take_several_rounds(
         self, plain: Stack, library: PreTrainedModel
