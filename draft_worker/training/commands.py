@@ -48,9 +48,11 @@ class Options:
     device: str
 
 
-def target_directory(name: str) -> Path:
-    """The directory of a target; "demo" is the demo model, fetched once."""
-    return fetch_demo_model() if name == "demo" else resolve_model(name)
+def find_target(name: str) -> tuple[Path, str]:
+    """The directory of a target, and its name for people; "demo" is the demo model, fetched once."""
+    if name == "demo":
+        return fetch_demo_model(), "SmolLM2-135M-Instruct"
+    return resolve_model(name), name
 
 
 def set_threads(threads: int) -> None:
@@ -71,8 +73,8 @@ def write_data(
     device: str,
 ) -> None:
     """Bring `out` to so many lines, or to an answer of each prompt. Raises ConfigError for a wrong option."""
-    directory = target_directory(model_name)
-    model = CausalLM.load(directory, name=model_name, dtype=dtype, device=device, deterministic=False)
+    directory, name = find_target(model_name)
+    model = CausalLM.load(directory, name=name, dtype=dtype, device=device, deterministic=False)
     out.parent.mkdir(parents=True, exist_ok=True)
     answered = held_prompts(out)
     begun = len(answered)
@@ -101,14 +103,14 @@ def write_data(
 def train_eagle(options: Options, feature_set: str, draft_vocabulary_size: int, depth: int) -> None:
     """Raises ConfigError for a wrong option, HandshakeError when `out` has a draft of another target."""
     device = parse_device(options.device)
-    directory = target_directory(options.model)
-    count = count_layers(directory, options.model)
+    directory, name = find_target(options.model)
+    count = count_layers(directory, name)
     layers = parse_feature_layers("auto", count) if feature_set == "eagle3" else (count - 1,)
-    teacher = Teacher.load(directory, options.model, torch.bfloat16, device, layers)
+    teacher = Teacher.load(directory, name, torch.bfloat16, device, layers)
     examples = list(read_examples(options.data, teacher.tokenizer, options.max_length))
     rows = cached(options, teacher, examples)
     network = eagle_network(options.out, teacher, feature_set, draft_vocabulary_size, examples, rows)
-    train(options, EagleTask(network.to(device), teacher, depth), rows)
+    train(options, EagleTask(network.to(device), teacher, depth), rows, weights_hash(directory))
 
 
 def eagle_network(
@@ -151,20 +153,21 @@ def parse_layers(text: str) -> list[int]:
 def train_distill(options: Options, layers: Sequence[int], divergence: str, on_policy_share: float) -> None:
     """Raises ConfigError for a wrong option."""
     device = parse_device(options.device)
-    directory = target_directory(options.model)
-    teacher = Teacher.load(directory, options.model, torch.bfloat16, device, ())
+    directory, name = find_target(options.model)
+    teacher = Teacher.load(directory, name, torch.bfloat16, device, ())
     examples = list(read_examples(options.data, teacher.tokenizer, options.max_length))
     rows = cached(options, teacher, examples)
     resumed = (options.out / "config.json").exists()
     student = load_library_model(
         options.out if resumed else directory,
-        options.model,
+        name,
         torch.float32,
         device,
         None if resumed else layers,
         None,
     )
-    train(options, DistillTask(student, teacher, divergence, on_policy_share), rows)
+    task = DistillTask(student, teacher, divergence, on_policy_share)
+    train(options, task, rows, weights_hash(directory))
 
 
 def cached(options: Options, teacher: Teacher, examples: Sequence[Example]) -> list[Row]:
@@ -177,7 +180,7 @@ def cached(options: Options, teacher: Teacher, examples: Sequence[Example]) -> l
     return cache.rows(examples, teacher, _TOKENS_PER_PASS, progress)
 
 
-def train(options: Options, task: Task, rows: Sequence[Row]) -> None:
+def train(options: Options, task: Task, rows: Sequence[Row], target_hash: str) -> None:
     """Train to the end, or until SIGINT or SIGTERM."""
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -189,4 +192,5 @@ def train(options: Options, task: Task, rows: Sequence[Row]) -> None:
     def report(figures: dict[str, float]) -> None:
         err.print("  ".join(f"{name} {value:g}" for name, value in figures.items()), soft_wrap=True)
 
-    Training(task, plan, options.out, training, validation, report).run(lambda: bool(signals))
+    loop = Training(task, plan, options.out, training, validation, target_hash, report)
+    loop.run(lambda: bool(signals))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from draft_worker.training.cache import Row
-from splitspec.errors import ConfigError
+from splitspec.errors import ConfigError, HandshakeError
 
 _MAX_GRADIENT_NORM = 1.0
 _BUCKET = 256
@@ -75,6 +75,7 @@ class Training:
     """A task and where its training is; `directory` holds the draft, `state.pt` and `log.jsonl`.
 
     A directory with a state is resumed: the weights at the end are those of a run without a break.
+    target_hash: of the target's weights; the state of a training for another one is refused.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Training:
         directory: Path,
         training: Sequence[Row],
         validation: Sequence[Row],
+        target_hash: str,
         report: Callable[[dict[str, float]], None],
     ) -> None:
         if not training or not validation:
@@ -97,6 +99,7 @@ class Training:
         self._directory = directory
         self._training = training
         self._validation = validation
+        self._target_hash = target_hash
         self._report = report
         trained = [parameter for parameter in task.module.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
@@ -193,6 +196,7 @@ class Training:
             "optimizer": self._optimizer.state_dict(),
             "progress": asdict(self.progress),
             "examples": len(self._training),
+            "target": self._target_hash,
             "random": torch.get_rng_state(),
         }
         unfinished = self._state_path.with_suffix(".part")
@@ -210,6 +214,12 @@ class Training:
                 f"of the same draft ({reason})",
                 field="out",
             ) from error
+        if state["target"] != self._target_hash:
+            raise HandshakeError(
+                f"out is {str(self._directory)!r}, a training for the target with the weights hash "
+                f"{state['target']}, expected one for {self._target_hash}",
+                field="out",
+            )
         self._optimizer.load_state_dict(state["optimizer"])
         self.progress = Progress(**state["progress"])
         torch.set_rng_state(state["random"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from draft_worker.training.loop import Plan, Training
 from draft_worker.training.losses import DIVERGENCES
 from splitspec.engine.causal_lm import CausalLM
 from splitspec.engine.loading import load_library_model
-from splitspec.errors import ConfigError
+from splitspec.errors import ConfigError, HandshakeError
 from tests.engine import tiny as tiny_models
+from tests.training import tiny_target
 from tests.training.conftest import Tiny
 
 CPU = torch.device("cpu")
@@ -26,7 +28,7 @@ def _train(tiny: Tiny, out: Path, divergence: str, on_policy_share: float) -> li
     student = load_library_model(tiny.directory, "tiny", torch.float32, CPU, [0, 3], None)
     task = DistillTask(student, tiny.teacher, divergence, on_policy_share)
     plan = Plan(12_000, tokens_per_batch=256, learning_rate=3e-3, warmup_steps=5, evaluate_every=10**9)
-    Training(task, plan, out, tiny.rows[20:], tiny.rows[:20], lambda figures: None).run()
+    Training(task, plan, out, tiny.rows[20:], tiny.rows[:20], "tiny", lambda figures: None).run()
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
 
 
@@ -76,3 +78,12 @@ def test_layers_that_the_target_lacks_are_refused(tiny: Tiny, tmp_path: Path) ->
     options = Options(str(tiny.directory), [tiny.data], tmp_path, 500, 256, 1e-3, 64, None, "cpu")
     with pytest.raises(ConfigError, match="it has 4"):
         train_distill(options, [0, 4], "forward_kl", 0.0)
+
+
+def test_a_training_for_another_target_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    options = Options(str(tiny.directory), [tiny.data], draft, 100, 256, 1e-3, 64, None, "cpu")
+    train_distill(options, [0, 3], "forward_kl", 0.0)
+    other = tiny_target.target(tmp_path / "other", seed=1)
+    with pytest.raises(HandshakeError, match="a training for the target with the weights hash"):
+        train_distill(replace(options, model=str(other)), [0, 3], "forward_kl", 0.0)

@@ -30,7 +30,7 @@ def _network(tiny: Tiny, out: Path) -> EagleNetwork:
 def _training(tiny: Tiny, out: Path, tokens: int) -> Training:
     plan = Plan(tokens, tokens_per_batch=256, learning_rate=3e-3, warmup_steps=5, evaluate_every=10**9)
     task = EagleTask(_network(tiny, out), tiny.teacher, depth=3)
-    return Training(task, plan, out, tiny.rows[20:], tiny.rows[:20], lambda figures: None)
+    return Training(task, plan, out, tiny.rows[20:], tiny.rows[:20], "tiny", lambda figures: None)
 
 
 def _log(out: Path) -> list[dict[str, float]]:
