@@ -50,10 +50,9 @@ def save_model(directory: Path, seed: int) -> Path:
 async def test_five_thousand_sequences(tmp_path: Path) -> None:
     target_model, draft_model = save_model(tmp_path / "target", 1), save_model(tmp_path / "draft", 2)
     target = CausalLM.load(target_model, name="target", dtype="float32", device="cpu")
-    drafters = {
-        name: build_drafter(DrafterSpec.parse(text), Loading("float32", "cpu"))
-        for name, text in {"lookup": "lookup", "model": f"model={draft_model}"}.items()
-    }
+    specs = ["lookup", "suffix", f"model={draft_model}", f"hybrid,drafter=model={draft_model}"]
+    built = [build_drafter(DrafterSpec.parse(text), Loading("float32", "cpu")) for text in specs]
+    drafters = {drafter.info.name: drafter for drafter in built}
     generator = random.Random(3)
     accepted: Counter[Rule] = Counter()
 
@@ -88,7 +87,7 @@ async def test_five_thousand_sequences(tmp_path: Path) -> None:
     async with (
         Stack(
             model=str(target_model),
-            drafters=["lookup", f"model={draft_model}"],
+            drafters=specs,
             coordinator_args=PATIENT,
         ) as stack,
         AsyncClient(stack.address) as client,
