@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -212,17 +212,17 @@ def _ranking(drawing: Drawing) -> Drawing:
     return replace(drawing, rule=Rule.BLOCK, sampling=sampling)
 
 
-def _grow(tree: str, depth: int, width: int) -> Grow:
-    """A growth by its name in the options."""
-    if tree == "chain":
-        return trees.chain
-    grown = trees.fixed_tree if tree == "static" else trees.dynamic_tree
-    return functools.partial(grown, depth=depth, width=width)
+_TREES: Mapping[str, Callable[..., Growth]] = {
+    "chain": trees.chain,
+    "static": trees.fixed_tree,
+    "dynamic": trees.dynamic_tree,
+    "best": trees.best_tree,
+}
 
 
 def _tree(text: str) -> str:
-    if text not in ("chain", "static", "dynamic"):
-        raise ValueError("chain, static or dynamic")
+    if text not in _TREES:
+        raise ValueError(f"one of {', '.join(_TREES)}")
     return text
 
 
@@ -232,15 +232,16 @@ def _build(
     loading: Loading,
     *,
     target: str = "",
-    tree: str = "chain",
-    depth: int = 5,
+    tree: str = "best",
+    depth: int = 4,
     width: int = 4,
 ) -> EagleDrafter:
     """target: the model that the draft was trained for; by default under the name that it had then."""
     directory = Path(checkpoint).expanduser()
     target = target or EagleConfig.load(directory).target.name
     model, vocabulary = load_eagle(directory, checkpoint, resolve_model(target), target, **asdict(loading))
-    return EagleDrafter(model, vocabulary, name, _grow(tree, depth, width))
+    shape = {} if tree == "chain" else {"depth": depth, "width": width}
+    return EagleDrafter(model, vocabulary, name, functools.partial(_TREES[tree], **shape))
 
 
 KIND = Kind(

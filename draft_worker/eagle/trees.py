@@ -22,9 +22,9 @@ from splitspec.wire import Draft, SparseDistribution
 Path: TypeAlias = tuple[int, ...]
 Growth: TypeAlias = Generator[list[Path], Rows, Draft]
 
-#: How often the child of each rank is the target's token, where those before aren't: what fixed trees are
-#: shaped for. Of trees of few nodes the order of these numbers decides, hardly their size.
-_ACCEPTANCE = (0.55, 0.15, 0.08, 0.05, 0.04, 0.03, 0.02, 0.02)
+#: How often the child of each rank is the target's token, by `benchmarks/trees.py` on a draft early in its
+#: training: what fixed trees are shaped for. With few nodes their order decides, hardly their size.
+_ACCEPTANCE = (0.42, 0.17, 0.07, 0.04, 0.03, 0.03, 0.02, 0.02)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +157,14 @@ def dynamic_tree(round_: Round, num_tokens: int, depth: int, width: int) -> Grow
     for _, path in sorted(found, key=_falling)[:num_tokens]:
         tree.children.setdefault(path[:-1], []).append(path[-1])
     return tree.draft()
+
+
+def best_tree(round_: Round, num_tokens: int, depth: int, width: int) -> Growth:
+    """A dynamic tree under a rule of equality, else a fixed one: where the target draws, drawn children are
+    accepted more often than as many certain ones.
+    """
+    grown = fixed_tree if round_.drawn else dynamic_tree
+    return grown(round_, num_tokens, depth, width)
 
 
 def _falling(node: tuple[float, Path]) -> tuple[float, int]:

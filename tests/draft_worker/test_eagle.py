@@ -394,5 +394,5 @@ class TestLoading:
         eagles.network(config, eagles.IDS[::-1]).save(unsorted)
         with pytest.raises(ConfigError, match="rising ids below 97"):
             load(unsorted, target)
-        with pytest.raises(ConfigError, match="tree to be chain, static or dynamic"):
+        with pytest.raises(ConfigError, match="tree to be one of chain, static, dynamic, best"):
             DrafterSpec.parse("eagle=x,tree=round")

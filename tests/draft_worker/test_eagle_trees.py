@@ -10,7 +10,7 @@ import pytest
 
 from draft_worker.drawing import DraftCounterNoise
 from draft_worker.eagle import trees
-from draft_worker.eagle.trees import Growth, Path, Round, dynamic_tree, fixed_ranks, fixed_tree
+from draft_worker.eagle.trees import Growth, Path, Round, best_tree, dynamic_tree, fixed_ranks, fixed_tree
 from splitspec.types import Rule, Sampling
 from splitspec.wire import Draft
 from tests.exactness import tables
@@ -167,3 +167,11 @@ class TestDynamic:
             assert draft.token_ids[0] == noise.race(9, weights)
             differ += draft.token_ids[0] != int(weights.argmax())
         assert differ
+
+
+@pytest.mark.parametrize("rule", [Rule.GREEDY, Rule.SHARED_NOISE, Rule.BLOCK, Rule.TOKEN])
+def test_the_best_tree_is_drawn_where_tokens_are(rule: Rule) -> None:
+    q = tables.processed_model(6, 1, Sampling())
+    chosen = fixed_tree if rule in (Rule.BLOCK, Rule.TOKEN) else dynamic_tree
+    expected, _ = grow(chosen(round_of(rule), 7, 3, 3), q)
+    assert grow(best_tree(round_of(rule), 7, 3, 3), q)[0] == expected
