@@ -39,10 +39,9 @@ class Delivery:
         self._under_way = asyncio.create_task(self.deliver(block))
 
     async def flush(self) -> None:
-        """Wait until everything has left."""
+        """Wait until everything has left. Raises what the last block has met, however often it is called."""
         if self._under_way is not None:
-            under_way, self._under_way = self._under_way, None
-            await under_way
+            await self._under_way
 
     def cancel(self) -> None:
         if self._under_way is not None:

@@ -10,6 +10,7 @@ import structlog
 from coordinator.links import DraftLink
 from protos.v1 import common_pb2
 from splitspec.errors import SplitspecError
+from splitspec.registry import WorkerHandle
 
 log = structlog.get_logger()
 
@@ -37,6 +38,14 @@ class Drafting:
         if self._rejoining is None or self._rejoining.done():
             self._rejoining = asyncio.create_task(self._rejoin())
         return None
+
+    @property
+    def held(self) -> WorkerHandle | None:
+        """Where the session's draft state is; None when no worker is known to hold it."""
+        link = self._link
+        if link is None or link.gone or not link.handle:
+            return None
+        return WorkerHandle(link.worker_id, link.handle, link.drafter)
 
     def drop(self, error: SplitspecError) -> None:
         """Leave a worker whose proposals are wrong."""

@@ -169,7 +169,7 @@ class Generation:
         last = await self._run_rounds(rounds, owned, delivery, links)
         if self._keep_kv_ms:
             with self.stats.span.child(names.CLOSE):
-                await self._leave_workers(owned, rounds.target, drafting)
+                await self._leave_workers(rounds.target, drafting)
         drafter = drafting.drafter if drafting is not None else ""
         return self._finished(owned, note, last, stopper, opened.cached_length, drafter)
 
@@ -224,6 +224,12 @@ class Generation:
 
         drafting = Drafting(connect, await connect(owned.record.draft), self.settings.draft_retry_s)
         links.callback(drafting.cancel)
+
+        def keep_handle() -> None:
+            owned.draft = drafting.held or owned.draft
+
+        if self._keep_kv_ms:  # also when the client leaves: the next request, or the session's end, needs it
+            links.callback(keep_handle)
         return drafting
 
     async def _wanted_features(self, drafting: Drafting | None) -> common_pb2.FeatureRequest | None:
@@ -291,7 +297,7 @@ class Generation:
                 await delivery.flush()
                 return block.emission
             except (UnavailableError, OutOfSyncError) as error:
-                await delivery.flush()
+                await delivery.flush()  # when the client is what was lost, this raises it
                 losses += 1
                 lost = rounds.target
                 log.warning("target worker lost", worker=lost.worker_id, error=str(error), losses=losses)
@@ -312,7 +318,7 @@ class Generation:
         block = Block(0, emission, origins, (), self.stats.span)
         await delivery.deliver(block, self.request.resume_offset)
 
-    async def _leave_workers(self, owned: Ownership, target: TargetLink, drafting: Drafting | None) -> None:
+    async def _leave_workers(self, target: TargetLink, drafting: Drafting | None) -> None:
         """Close both streams with the KV kept."""
         try:
             async with asyncio.timeout(_CLOSE_LIMIT_S):
@@ -324,8 +330,6 @@ class Generation:
         draft = drafting.link if drafting is not None else None
         if draft is not None:
             await draft.close()
-            if not draft.gone:
-                owned.draft = WorkerHandle(draft.worker_id, draft.handle, draft.drafter)
 
     async def _send_started(self, owned: Ownership, note: Note, cached_tokens: int) -> None:
         started = coordinator_pb2.Started(

@@ -35,6 +35,8 @@ class WorkerSession(abc.ABC, Generic[S]):
         self._handles = handles
         self._scheduler = scheduler
         self._lease_s = request.open.lease_ms / 1000
+        #: The coordinator has the handle. One that it may not have isn't kept: nobody could release it.
+        self.known = self.held.handle == request.open.handle
 
     @property
     @abc.abstractmethod
@@ -92,6 +94,8 @@ class WorkerSession(abc.ABC, Generic[S]):
         return len(held.tokens) if self._lease_s else 0
 
     def detach(self) -> None:
+        if not self.known:
+            self._lease_s = 0
         self._handles.detach(self.held, self._lease_s)
         if self._lease_s and not self.held.fenced:  # else it was freed, or is another stream's
             self._scheduler.post(self.rest)
@@ -133,6 +137,8 @@ async def serve_session(
             timer = Timer()
             kind = request.WhichOneof("message")
             with watch.message(request) as work:
+                if session is not None and kind != "open":  # whoever goes on has noted the handle
+                    session.known = True
                 if kind == "open":
                     session = session or begin(request)
                     opened = await session.open(request, timer)

@@ -1,0 +1,123 @@
+"""Many requests of all kinds, some of them cancelled: at the end the processes hold what they held before."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from splitspec.cli.process import ServerProcess
+from splitspec.cli.stack import Stack
+from splitspec.client import AsyncClient, GenerateOptions
+from splitspec.errors import SessionBusyError
+from tests.integration.conftest import loads, settle, tiny_stack
+
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(1200)]
+
+AT_ONCE = 8
+#: Before memory is compared: pools are filled once, allocators have grown, gRPC has its threads.
+WARM_UP = 60
+#: What a process may hold more at the end. Products of each new shape leave code and scratch memory behind,
+#: ever fewer of them. A row of logits kept for each request would be six times as much in the long form.
+MOST_GROWTH_MIB = 64
+#: Products whose code oneDNN keeps: as many as it does by default, 1024, are 200 MiB, and take hours to fill.
+KEPT_PRODUCTS = "16"
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def small(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stack]:
+    """A stack whose pools are full after a few requests, so that blocks are evicted all the time."""
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KEPT_PRODUCTS)
+    room = ("--kv-memory-mib=4",)
+    async with tiny_stack(tiny_model, target=room, draft=room) as stack:
+        yield stack
+
+
+async def one(client: AsyncClient, seed: int) -> None:
+    """A request by chance, which may be left at any time, and its session's end."""
+    chance = random.Random(seed)
+    shared = [5000 + i for i in range(chance.choice([0, 0, 64, 130]))]
+    prompt = shared + [chance.randrange(100, 40000) for _ in range(int(10 ** chance.uniform(0, 2.3)))]
+    session_id = chance.choice(["", f"soak-{seed}"])
+    options: GenerateOptions = {
+        "temperature": chance.choice([0.0, 0.9]),
+        "ignore_eos": True,
+        "max_tokens": chance.randint(1, 40),
+        "num_draft_tokens": chance.choice([0, 1, 3, 8]),
+        "drafter": chance.choice(["model", "lookup"]),
+        "session_id": session_id,
+    }
+    if chance.random() < 0.3:
+        reading = asyncio.create_task(client.generate(prompt, **options).result())
+        await asyncio.wait({reading}, timeout=chance.uniform(0, 0.3))
+        reading.cancel()
+        await asyncio.wait({reading})
+    else:
+        result = await client.generate(prompt, **options).result()
+        assert len(result.tokens) == options["max_tokens"]
+    if session_id:
+        await close(client, session_id)
+
+
+async def close(client: AsyncClient, session_id: str) -> None:
+    async def closed() -> bool:
+        try:
+            await client.close_session(session_id)
+        except SessionBusyError:  # the cancelled request is still leaving
+            return False
+        return True
+
+    await settle(closed, limit_s=10)
+
+
+async def many(client: AsyncClient, seeds: range) -> None:
+    """Requests, so many at once."""
+    waiting = iter(seeds)
+
+    async def some() -> None:
+        for seed in waiting:
+            await one(client, seed)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(AT_ONCE):
+            group.create_task(some())
+
+
+async def settle_unheld(stack: Stack) -> None:
+    """Until no worker holds anything for a session."""
+
+    async def unheld() -> bool:
+        return all(
+            (load.live_sessions, load.handles, load.kv_tokens, load.kv_bytes, load.kv_blocks_used)
+            == (0, 0, 0, 0, 0)
+            for load in await loads(stack)
+        )
+
+    await settle(unheld, limit_s=5)
+
+
+def resident_mib(process: ServerProcess) -> float:
+    pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.full)])
+async def test_requests_leave_nothing(small: Stack, count: int) -> None:
+    processes = [small.target, small.draft, small.coordinator]
+    async with AsyncClient(small.address) as client:
+        expected = (await client.generate([1, 2, 3], temperature=0, max_tokens=30).result()).token_ids
+        rooms = [load.kv_blocks_free + load.kv_blocks_cached for load in await loads(small)]
+        await many(client, range(WARM_UP))
+        await settle_unheld(small)
+        before = [resident_mib(process) for process in processes]
+        await many(client, range(WARM_UP, WARM_UP + count))
+        await settle_unheld(small)
+        grown = [resident_mib(process) - held for process, held in zip(processes, before, strict=True)]
+        assert [load.kv_blocks_free + load.kv_blocks_cached for load in await loads(small)] == rooms
+        assert (await client.generate([1, 2, 3], temperature=0, max_tokens=30).result()).token_ids == expected
+    assert max(grown) < MOST_GROWTH_MIB
