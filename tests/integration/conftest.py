@@ -20,7 +20,8 @@ SKIPPED = "+".join(str(layer) for layer in range(4, 27))
 
 def drafters(model: Path) -> list[str]:
     """One drafter of each kind; `model` is the target itself, so that it is nearly always right."""
-    return ["lookup", f"layer_skip={model},skip={SKIPPED}", f"model={model}"]
+    cheap = f"layer_skip={model},skip={SKIPPED}"
+    return ["lookup", "suffix,past_answers=20000", cheap, f"model={model}", f"hybrid,drafter={cheap}"]
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

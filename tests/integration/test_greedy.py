@@ -16,7 +16,12 @@ from tests.integration.prompts import ALL
 NEW_TOKENS = 64
 #: One short, one in Japanese with characters of several tokens, one long.
 FEW = (0, 7, 8)
-CASES = [(0, "lookup"), *((k, d) for d in ("lookup", "layer_skip", "model") for k in (1, 4, 8))]
+CASES = [
+    (0, "lookup"),
+    *((k, d) for d in ("lookup", "layer_skip", "model") for k in (1, 4, 8)),
+    (4, "suffix"),
+    (4, "hybrid"),
+]
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(1800)]
 
@@ -69,7 +74,7 @@ async def check(stack: Stack, reference: Reference, index: int, num_draft_tokens
     acceptance = result.finished.acceptance
     if num_draft_tokens == 0:
         assert acceptance.num_spec_steps == 0
-    elif drafter != "lookup":  # which proposes only what it has seen
+    elif drafter not in ("lookup", "suffix"):  # which propose only what they have seen
         assert acceptance.num_spec_steps > 0
         assert acceptance.num_draft_missed_steps == 0
     if num_draft_tokens and drafter == "model":
