@@ -149,7 +149,7 @@ def speculation(
             return count * num_tokens / run(model, requests)[1]
 
         rates = {k: [per_s(k, repetition) for repetition in range(repetitions)] for k in DRAFTED}
-        best = max(DRAFTED, key=lambda k, rates=rates: statistics.fmean(rates[k][::2]))
+        _, best = max((statistics.fmean(rates[k][::2]), k) for k in DRAFTED)
         plain, drafted = (statistics.fmean(rates[k][1::2]) for k in (0, best))
         found[count] = {f"k{k}_tokens_per_s": statistics.fmean(rates[k]) for k in DRAFTED}
         found[count] |= {"best_k": best, "best_vs_plain": drafted / plain}

@@ -65,7 +65,7 @@ async def _all(
                 draft = run_alone(drafter.propose(state, tokens, k, drawing, noise))
             steps = verify(model, kv, tokens, draft, drawing, round_number, Timer())
             tokens.extend((await scheduler.run(steps, Timer())).committed)
-        return tokens[len(request.prompt) :]
+        return list(tokens)[len(request.prompt) :]
 
     texts = await asyncio.gather(*(one(index) for index in range(len(requests))))
     took = time.perf_counter() - started
