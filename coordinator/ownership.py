@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import structlog
 
@@ -15,10 +16,11 @@ from coordinator.session import Session
 from splitspec.config import CoordinatorSettings
 from splitspec.errors import SplitspecError, UnavailableError
 from splitspec.registry import Registry, SessionRecord, WorkerHandle
-from splitspec.telemetry import Span, names
+from splitspec.telemetry import NO_SPAN, Span, names
 from splitspec.tokens import TokenLog
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 #: Longest wait for the journal's last tokens before a session is left to be repaired.
 _LEAVE_LIMIT_S = 0.5
@@ -76,14 +78,38 @@ class Owner:
         self._registry = registry
         self._lease_s = settings.session_lease_s
         self._repair_s = settings.session_keep_s
-        self._repairs: set[asyncio.Task[None]] = set()
+        #: What goes on by itself: its callers may be gone.
+        self._running: set[asyncio.Task[Any]] = set()
 
     @contextlib.asynccontextmanager
     async def own(self, tenant: str, session_id: str, keep_s: float, span: Span) -> AsyncIterator[Ownership]:
         """The session under a new epoch until the block ends. span: the request's.
 
-        Raises SessionBusyError while another request runs on it, UnavailableError without Redis.
+        Raises SessionBusyError while another request runs on it, UnavailableError without Redis. A session
+        whose request is cancelled while it is opened or left is left all the same, not busy for its lease.
         """
+        opening = self._start(self._open(tenant, session_id, keep_s))
+        try:
+            owned, held = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            self._start(self._abandon(opening))
+            raise
+        span.set({names.EPOCH: owned.session.epoch})
+        try:
+            yield owned
+        finally:
+            await asyncio.shield(self._start(self._leave(owned, held, span)))
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def _open(
+        self, tenant: str, session_id: str, keep_s: float
+    ) -> tuple[Ownership, contextlib.AsyncExitStack]:
+        """The session, and what keeps it: its journal and the renewal of its lease."""
         # Unique to the request, so that a repeated call isn't taken for another request's.
         owner = uuid.uuid4().hex
         record = await self._registry.open_session(tenant, session_id, owner, round(self._lease_s * 1000))
@@ -99,37 +125,37 @@ class Owner:
             journal = await stack.enter_async_context(Journal(self._registry, session, owner, self._lease_s))
             renewing = asyncio.create_task(self._renew(session))
             stack.callback(renewing.cancel)
-            span.set({names.EPOCH: session.epoch})
             found = (record.target, record.draft, record.request)
             owned = Ownership(session, record, journal, self._registry, keep_s, *found)
             journal.on_restored = owned.save_note
+            return owned, stack.pop_all()
+
+    async def _abandon(self, opening: asyncio.Task[tuple[Ownership, contextlib.AsyncExitStack]]) -> None:
+        """Leave a session that nobody waits for any more, once it is open."""
+        with contextlib.suppress(SplitspecError):
+            await self._leave(*await opening, NO_SPAN)
+
+    async def _leave(self, owned: Ownership, held: contextlib.AsyncExitStack, span: Span) -> None:
+        session_id = owned.session.session_id
+        async with held:
             try:
-                yield owned
-            finally:
-                try:
-                    with span.child(names.LEAVE):
-                        await owned.leave(_LEAVE_LIMIT_S)
-                except UnavailableError as error:
-                    log.warning("session not left yet", session=session_id, error=str(error))
-                    if keep_s:
-                        self._repair_later(owned, stack.pop_all())
-                except SplitspecError as error:  # another coordinator owns it by now
-                    log.info("session not left", session=session_id, error=str(error))
+                with span.child(names.LEAVE):
+                    await owned.leave(_LEAVE_LIMIT_S)
+            except UnavailableError as error:
+                log.warning("session not left yet", session=session_id, error=str(error))
+                if owned.keep_s:
+                    self._start(self._repair(owned, held.pop_all()))
+            except SplitspecError as error:  # another coordinator owns it by now
+                log.info("session not left", session=session_id, error=str(error))
 
-    def _repair_later(self, owned: Ownership, held: contextlib.AsyncExitStack) -> None:
+    async def _repair(self, owned: Ownership, held: contextlib.AsyncExitStack) -> None:
         """Go on with journal and lease until Redis is back, or the session would have ended anyway."""
-
-        async def repair() -> None:
-            async with held:
-                try:
-                    await owned.leave(self._repair_s)
-                    log.info("session repaired", session=owned.session.session_id)
-                except SplitspecError as error:
-                    log.warning("session not repaired", session=owned.session.session_id, error=str(error))
-
-        task = asyncio.create_task(repair())
-        self._repairs.add(task)
-        task.add_done_callback(self._repairs.discard)
+        async with held:
+            try:
+                await owned.leave(self._repair_s)
+                log.info("session repaired", session=owned.session.session_id)
+            except SplitspecError as error:
+                log.warning("session not repaired", session=owned.session.session_id, error=str(error))
 
     async def _renew(self, session: Session) -> None:
         while True:

@@ -11,8 +11,9 @@ from redis import Redis
 
 from coordinator.ownership import Owner, Ownership
 from splitspec.config import CoordinatorSettings
-from splitspec.errors import InvalidRequestError, StaleError
+from splitspec.errors import InvalidRequestError, SessionBusyError, StaleError
 from splitspec.registry import Registry, WorkerHandle
+from splitspec.registry.scripts import Scripts
 from splitspec.telemetry import NO_SPAN
 
 TARGET = WorkerHandle("t1", "h1")
@@ -98,3 +99,46 @@ async def test_another_s_tokens_end_the_session(registry: Registry, redis_url: s
             first.session.tokens.extend([3])
             with pytest.raises(StaleError, match="expected one that they lengthen"):
                 await first.journal.acknowledged(3)
+
+
+class HeldUp(Registry):
+    """A connection on which one script is held up, before or after Redis has run it."""
+
+    def __init__(self, scripts: Scripts, script: str, *, after: bool) -> None:
+        super().__init__(scripts)
+        self._script, self._after = script, after
+        self.reached, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def _run(self, script: str, *args: Any) -> list[Any]:
+        reply = await super()._run(script, *args) if self._after or script != self._script else []
+        if script == self._script:
+            self.reached.set()
+            await self.go_on.wait()
+        return reply or await super()._run(script, *args)
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("script", ["open_session", "end_session"])
+async def test_a_request_cancelled_at_its_begin_or_end_leaves_the_session(
+    registry: Registry, redis_url: str, script: str, after: bool
+) -> None:
+    held_up = HeldUp(await Scripts.connect(redis_url), script, after=after)
+
+    async def request() -> None:
+        async with own(held_up):
+            pass
+
+    running = asyncio.create_task(request())
+    await held_up.reached.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    held_up.go_on.set()
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                async with own(registry):
+                    break
+            except SessionBusyError:
+                await asyncio.sleep(0.01)
+    await held_up.close()
