@@ -23,7 +23,7 @@ AT_ONCE = 8
 #: What a process may hold more at the end. Passes of each new size leave code and scratch memory behind, ever
 #: fewer of them. A row of logits kept for each request would be four times as much in the long form.
 MOST_GROWTH_MIB = 96
-#: Products whose code oneDNN keeps: as many as it does by default, 1024, are 200 MiB, and take hours to fill.
+#: Products whose code oneDNN keeps: 1,024 by default, which would be most of the growth.
 KEPT_PRODUCTS = "16"
 
 
