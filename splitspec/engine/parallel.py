@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 from transformers import PreTrainedModel
 
 from splitspec.engine import shards
@@ -104,10 +108,15 @@ class Ranks:
 
     def __init__(self, device: torch.device, backend: str) -> None:
         self.device = device
-        dist.init_process_group(backend, timeout=_LONGEST_JOINING)
+        self.index: int
+        self.size: int
+        store, self.index, self.size = next(rendezvous("env://", timeout=_LONGEST_JOINING))
+        place = _meeting_place(store, self.index, self.size)
+        dist.init_process_group(
+            backend, store=place, rank=self.index, world_size=self.size, timeout=_LONGEST_JOINING
+        )
         self._loading: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_LONGEST_LOADING)
         self.group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=_LONGEST_SILENCE)
-        self.index, self.size = dist.get_rank(), dist.get_world_size()
         self.lost: Future[UnavailableError] = Future()
         self._changes: list[_Change] = []
         self._parent = os.getppid()
@@ -242,6 +251,28 @@ class Ranks:
             lost = _lost(error)
             self.lost.set_result(lost)
             raise lost from error
+
+
+def _meeting_place(store: Store, index: int, size: int) -> Store:
+    """A part of the store that this start of the ranks has for itself.
+
+    Torchrun keeps its store when it starts ranks again, with the addresses of those that are gone. So the
+    first rank names a new place, and whoever has read the name of an old one gets no answer there.
+    """
+    name = uuid.uuid4().hex
+    if index == 0:
+        store.set("place", name)
+        for other in range(1, size):
+            store.set(store.get(f"{name}/{other}").decode(), "seen")
+        return PrefixStore(name, store)
+    end = time.monotonic() + _LONGEST_JOINING.total_seconds()
+    while time.monotonic() < end:
+        place = store.get("place").decode()
+        store.set(f"{place}/{index}", name)
+        with contextlib.suppress(dist.DistStoreError):
+            store.wait([name], timedelta(seconds=1))
+            return PrefixStore(place, store)
+    raise RuntimeError("the first rank did not come")
 
 
 def _own_device(device: torch.device) -> torch.device:

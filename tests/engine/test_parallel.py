@@ -6,16 +6,19 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.distributed_c10d import HashStore
 from transformers import GPT2Config, Phi3Config, PretrainedConfig, Qwen3Config
 
-from splitspec.engine import shards
+from splitspec.engine import parallel, shards
 from splitspec.engine.causal_lm import CausalLM
 from splitspec.engine.feed import Feed
 from splitspec.engine.parallel import Ranks
@@ -154,3 +157,15 @@ def test_a_model_that_can_not_be_split_is_refused() -> None:
     with pytest.raises(ConfigError, match="the library has no plan for gpt2") as caught:
         shards.loading_options(GPT2Config(), "tiny", 2)
     assert caught.value.field == "model"
+
+
+def test_ranks_that_start_again_do_not_meet_in_the_place_of_those_before() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor() as threads:
+        for start in range(2):
+            # The other rank comes first, and the second time finds all that the first start has left.
+            other = threads.submit(parallel._meeting_place, store, 1, 2)
+            time.sleep(0.1 * start)
+            place = parallel._meeting_place(store, 0, 2)
+            place.set("mine", str(start))
+            assert other.result().get("mine") == str(start).encode()
