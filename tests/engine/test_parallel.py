@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.distributed_c10d import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from transformers import GPT2Config, Phi3Config, PretrainedConfig, Qwen3Config
 
 from splitspec.engine import parallel, shards
@@ -161,6 +162,7 @@ def test_a_model_that_can_not_be_split_is_refused() -> None:
 
 def test_ranks_that_start_again_do_not_meet_in_the_place_of_those_before() -> None:
     store = HashStore()
+    store.set_timeout(timedelta(seconds=10))
     with ThreadPoolExecutor() as threads:
         for start in range(2):
             # The other rank comes first, and the second time finds all that the first start has left.
