@@ -88,7 +88,9 @@ class WorkerSettings(ServerSettings):
         256, ge=1, description="Positions of all sessions together in one pass; longer prompts are cut."
     )
     kv_memory_mib: int = Field(
-        0, ge=0, description="Memory for the KV of each model in MiB; 0 takes a quarter of what is free."
+        0,
+        ge=0,
+        description="Memory for the KV of each model in MiB; 0 takes a quarter of what is free, or of what a limit of the container leaves.",
     )
     directory_lease_s: float = Field(
         5.0, gt=0, description="Seconds after which a silent worker leaves the directory."

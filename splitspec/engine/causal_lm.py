@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +29,7 @@ from splitspec.engine.loading import (
     parse_device,
     parse_dtype,
 )
+from splitspec.engine.memory import quarter_of_free_memory
 from splitspec.engine.plan import twice_if_single
 from splitspec.engine.probe import Probe, probe
 from splitspec.engine.selftest import rows_are_independent
@@ -204,12 +204,6 @@ class CausalLM:
             )
         logits: torch.Tensor = output.logits[0, : len(batch.wanted), : self.info.vocabulary_size]
         return logits.float()
-
-
-def quarter_of_free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0]) // 4
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 
 
 def _eos_token_ids(model: PreTrainedModel) -> list[int]:
