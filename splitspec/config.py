@@ -90,8 +90,8 @@ class WorkerSettings(ServerSettings):
     kv_memory_mib: int = Field(
         0,
         ge=0,
-        description="Memory for the KV of each model in MiB; 0 takes a quarter of what is free, or of what the "
-        "container's limit leaves.",
+        description="Memory for the KV of each model in MiB; 0 takes a quarter of what is free, or of what "
+        "the container's limit leaves.",
     )
     directory_lease_s: float = Field(
         5.0, gt=0, description="Seconds after which a silent worker leaves the directory."
