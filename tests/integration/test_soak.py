@@ -31,8 +31,9 @@ KEPT_PRODUCTS = "16"
 async def small(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stack]:
     """A stack whose pools are full after a few requests, so that blocks are evicted all the time."""
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KEPT_PRODUCTS)
-    room = ("--kv-memory-mib=4",)
-    async with tiny_stack(tiny_model, target=room, draft=room) as stack:
+    # A worker that a busy machine holds up for a while stays in the directory.
+    flags = ("--kv-memory-mib=4", "--directory-lease-s=60")
+    async with tiny_stack(tiny_model, target=flags, draft=flags) as stack:
         yield stack
 
 
