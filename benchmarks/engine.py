@@ -4,7 +4,8 @@ All in one run, on the demo model, in bfloat16 and float32: plain tokens per sec
 library in turns; time of one pass over 1 to 33 rows, and over 1 to 32 sessions with 1 row (plain decoding)
 and 5 rows (verification of K = 4) each; prompt tokens per second; what the same bits in any batch cost;
 tokens per second of 1 to 32 sessions that go on with prompts of Spec-Bench, plain and drafted by lookup; and
-how much of their text is the same for every K, alone and in mixed batches, with `deterministic` and without.
+how much of their text is the same for every K, alone and in mixed batches, with `deterministic` and without;
+how long a target worker's health service takes to answer while prompts of 2,000 tokens are fed.
 Only ratios of one run mean much: the machine and what else runs on it change all of them together.
 
 The last line is JSON: `plain_vs_library_bf16` and `_fp32` (tokens per second, engine / library),
@@ -14,12 +15,13 @@ pass, deterministic / not, less 1; bfloat16, median of the batches of 1, 4, 16 a
 rows each), `speculation_vs_plain_min` (tokens per second with K by a table of the best K for each number of
 sessions, 0 included, / those at K = 0; the table from one half of the repetitions, the ratio from the other;
 bfloat16, worst number of sessions), `deterministic_identical` of `deterministic_compared` (texts that are
-token by token those of K = 0 alone; bfloat16).
+token by token those of K = 0 alone; bfloat16), `health_ms_p99` and `health_ms_max`.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
 import time
@@ -29,6 +31,7 @@ from typing import Any
 
 from common import machine, save_result  # benchmarks/common.py; first, as it sets how threads wait
 from prompts import questions
+from service import health_latencies_ms
 from sessions import KINDS, Request, run
 
 import torch  # isort: skip
@@ -239,7 +242,12 @@ def main() -> None:
         print(f"\n{dtype}")
         for name, value in tables[dtype].items():
             print(f"  {name}: {rounded(value)}")
+    health = sorted(asyncio.run(health_latencies_ms(directory, "bfloat16")))
     result = summary(tables)
+    result |= {
+        "health_ms_p99": round(health[len(health) * 99 // 100], 1),
+        "health_ms_max": round(health[-1], 1),
+    }
     save_result("engine", {"machine": machine(), "summary": result, "tables": tables}, quick=arguments.quick)
     print(json.dumps(result))
 
