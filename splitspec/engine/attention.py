@@ -97,8 +97,7 @@ def paged_attention(
     for tile in ragged.tiles(sliding_window, num_heads // num_kv_heads):
         rows = query[0].index_select(1, tile.rows).view(num_kv_heads, -1, key_size)
         seen = tile.of(keys), tile.of(values)
-        num_bytes = sum(held.numel() * held.element_size() for held in seen)
-        with threads.worth(num_bytes, rows.shape[1]):
+        with threads.worth(seen[0].nbytes + seen[1].nbytes, rows.shape[1]):
             # In float32 the library's fused product orders its sums by the number of keys.
             if query.dtype == torch.float32 or softcap is not None:
                 result = _attend(rows.mul_(scale), *seen, tile.bias, softcap)
