@@ -61,7 +61,7 @@ def fewest_rows(pool: BlockPool) -> int:
     bfloat16 for a single row.
     """
     fewest = 8
-    for shape in pool.shapes:
+    for shape in set(pool.shapes):
         fewest = max(fewest, max(shape.key_size, shape.value_size) // 16)
         block = pool.block_size * min(shape.key_size, shape.value_size)
         fewest = max(fewest, -(-_SMALLEST_PRODUCT // block))

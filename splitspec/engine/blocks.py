@@ -58,8 +58,7 @@ class BlockPool:
     ) -> None:
         """feature_layers: how many layers' outputs are kept of each token, of `hidden_size` elements each."""
         elements = sum(layer.elements_per_token for layer in layers) + feature_layers * hidden_size
-        #: Those that differ: few, as they are looked at in every pass.
-        self.shapes = tuple(dict.fromkeys(layers))
+        self.shapes = tuple(layers)
         self.block_size = block_size
         self.block_bytes = elements * block_size * dtype.itemsize
         self.num_blocks = memory_bytes // self.block_bytes
