@@ -119,13 +119,13 @@ async def test_without_a_seed(client: AsyncClient, said: list[int], tree: str) -
     result = await client.generate(
         PROMPTS[0],
         temperature=1.0,
-        allowed_token_ids=said,
+        allowed_token_ids=said[:4],
         max_tokens=64,
         ignore_eos=True,
         num_draft_tokens=6,
         drafter=tree,
     ).result()
     acceptance = result.finished.acceptance
-    assert set(result.token_ids) <= set(said)
+    assert set(result.token_ids) <= set(said[:4])
     assert acceptance.num_accepted_draft_tokens > 0
     assert acceptance.num_one_hot_tokens == 0
