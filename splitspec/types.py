@@ -40,6 +40,27 @@ class Rule(enum.Enum):
         return self not in (Rule.TREE_TOP_M, Rule.TREE_RECURSIVE)
 
 
+class Mode(enum.Enum):
+    """What the draft worker does while the target verifies, with its value on the wire (docs/overlap.md)."""
+
+    PLAIN = common_pb2.OVERLAP_MODE_PLAIN
+    SEQUENTIAL = common_pb2.OVERLAP_MODE_SEQUENTIAL
+    PIPELINED = common_pb2.OVERLAP_MODE_PIPELINED
+    PREFETCH_PULL = common_pb2.OVERLAP_MODE_PREFETCH_PULL
+    PREFETCH_PUSH = common_pb2.OVERLAP_MODE_PREFETCH_PUSH
+
+    @classmethod
+    def named(cls, value: int, field: str) -> Mode | None:
+        """The mode of a value on the wire, None for unspecified. Raises InvalidRequestError for another."""
+        if not value:
+            return None
+        try:
+            return cls(value)
+        except ValueError:
+            known = ", ".join(mode.name.lower() for mode in cls)
+            raise InvalidRequestError.of(field, value, f"one of {known}") from None
+
+
 class Origin(enum.Enum):
     """How a token came to be, with its value on the wire."""
 

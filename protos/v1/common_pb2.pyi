@@ -63,6 +63,42 @@ VERIFICATION_RULE_TREE_RECURSIVE: VerificationRule.ValueType  # 6
 """Trees whose children were drawn without replacement: recursive rejection (2402.14160). Can't be asked for."""
 Global___VerificationRule: _TypeAlias = VerificationRule  # noqa: Y015
 
+class _OverlapMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OverlapModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OverlapMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OVERLAP_MODE_UNSPECIFIED: _OverlapMode.ValueType  # 0
+    """The coordinator chooses, anew for each round."""
+    OVERLAP_MODE_PLAIN: _OverlapMode.ValueType  # 1
+    """Nothing is drafted."""
+    OVERLAP_MODE_SEQUENTIAL: _OverlapMode.ValueType  # 2
+    """It waits for the verdict."""
+    OVERLAP_MODE_PIPELINED: _OverlapMode.ValueType  # 3
+    """It goes on as if all draft tokens were accepted (2408.11850)."""
+    OVERLAP_MODE_PREFETCH_PULL: _OverlapMode.ValueType  # 4
+    """It prepares proposals for the likeliest verdicts (2603.03251)."""
+    OVERLAP_MODE_PREFETCH_PUSH: _OverlapMode.ValueType  # 5
+    """The same, and the target has them before its verdict."""
+
+class OverlapMode(_OverlapMode, metaclass=_OverlapModeEnumTypeWrapper):
+    """What the draft worker does while the target verifies (docs/overlap.md)."""
+
+OVERLAP_MODE_UNSPECIFIED: OverlapMode.ValueType  # 0
+"""The coordinator chooses, anew for each round."""
+OVERLAP_MODE_PLAIN: OverlapMode.ValueType  # 1
+"""Nothing is drafted."""
+OVERLAP_MODE_SEQUENTIAL: OverlapMode.ValueType  # 2
+"""It waits for the verdict."""
+OVERLAP_MODE_PIPELINED: OverlapMode.ValueType  # 3
+"""It goes on as if all draft tokens were accepted (2408.11850)."""
+OVERLAP_MODE_PREFETCH_PULL: OverlapMode.ValueType  # 4
+"""It prepares proposals for the likeliest verdicts (2603.03251)."""
+OVERLAP_MODE_PREFETCH_PUSH: OverlapMode.ValueType  # 5
+"""The same, and the target has them before its verdict."""
+Global___OverlapMode: _TypeAlias = OverlapMode  # noqa: Y015
+
 class _TokenOrigin:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from protos.v1 import common_pb2 as protos_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprotos/v1/coordinator.proto\x12\x0csplitspec.v1\x1a\x16protos/v1/common.proto\"\x84\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12(\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x18.splitspec.v1.ChatPromptH\x00\x12.\n\ttoken_ids\x18\x06 \x01(\x0b\x32\x19.splitspec.v1.TokenPromptH\x00\x12.\n\x08sampling\x18\x07 \x01(\x0b\x32\x1c.splitspec.v1.SamplingParams\x12*\n\x04stop\x18\x08 \x01(\x0b\x32\x1c.splitspec.v1.StopConditions\x12\x35\n\x0bspeculation\x18\t \x01(\x0b\x32 .splitspec.v1.SpeculationOptions\x12\x15\n\rresume_offset\x18\n \x01(\x04\x12\x1b\n\x13one_token_per_chunk\x18\x0b \x01(\x08\x42\x08\n\x06prompt\"9\n\nChatPrompt\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.splitspec.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8e\x01\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x12\x12\n\nmin_tokens\x18\x05 \x01(\rB\r\n\x0b_max_tokens\"\x99\x01\n\x12SpeculationOptions\x12\x10\n\x08\x64isabled\x18\x01 \x01(\x08\x12\x1d\n\x10num_draft_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07\x64rafter\x18\x03 \x01(\t\x12,\n\x04rule\x18\x04 \x01(\x0e\x32\x1e.splitspec.v1.VerificationRuleB\x13\n\x11_num_draft_tokens\"\x97\x01\n\x10GenerateResponse\x12(\n\x07started\x18\x01 \x01(\x0b\x32\x15.splitspec.v1.StartedH\x00\x12$\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x13.splitspec.v1.ChunkH\x00\x12*\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x16.splitspec.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"m\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x15\n\rcached_tokens\x18\x05 \x01(\x04\"[\n\x05\x43hunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12#\n\x06tokens\x18\x02 \x03(\x0b\x32\x13.splitspec.v1.Token\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0f\n\x07\x64urable\x18\x04 \x01(\x08\"z\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12)\n\x06origin\x18\x02 \x01(\x0e\x32\x19.splitspec.v1.TokenOrigin\x12\x10\n\x08text_end\x18\x03 \x01(\x04\x12(\n\x08logprobs\x18\x04 \x01(\x0b\x32\x16.splitspec.v1.Logprobs\"\xd6\x02\n\x08\x46inished\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.splitspec.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x02 \x01(\t\x12\"\n\x05usage\x18\x03 \x01(\x0b\x32\x13.splitspec.v1.Usage\x12\x31\n\nacceptance\x18\x04 \x01(\x0b\x32\x1d.splitspec.v1.AcceptanceStats\x12&\n\x07timings\x18\x05 \x01(\x0b\x32\x15.splitspec.v1.Timings\x12,\n\x04rule\x18\x06 \x01(\x0e\x32\x1e.splitspec.v1.VerificationRule\x12\x0f\n\x07\x64rafter\x18\x07 \x01(\t\x12\x36\n\x0erequested_rule\x18\x08 \x01(\x0e\x32\x1e.splitspec.v1.VerificationRule\x12\x13\n\x0brule_reason\x18\t \x01(\t\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\x04\"\xb5\x02\n\x0f\x41\x63\x63\x65ptanceStats\x12\x16\n\x0enum_spec_steps\x18\x01 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\x04\x12!\n\x19num_accepted_draft_tokens\x18\x03 \x01(\x04\x12\x1e\n\x16mean_acceptance_length\x18\x04 \x01(\x01\x12\x1d\n\x15\x64raft_acceptance_rate\x18\x05 \x01(\x01\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x06 \x03(\x04\x12\x17\n\x0fnum_plain_steps\x18\x07 \x01(\x04\x12\x1a\n\x12num_one_hot_tokens\x18\x08 \x01(\x04\x12\x1e\n\x16num_draft_missed_steps\x18\t \x01(\x04\x12\x1b\n\x13num_seal_mismatches\x18\n \x01(\x04\"\xa0\x01\n\x07Timings\x12\x1e\n\x16time_to_first_token_us\x18\x01 \x01(\x04\x12\x10\n\x08total_us\x18\x02 \x01(\x04\x12\x0f\n\x07open_us\x18\x03 \x01(\x04\x12\x10\n\x08\x64raft_us\x18\x04 \x01(\x04\x12\x11\n\ttarget_us\x18\x05 \x01(\x04\x12\x15\n\rdraft_wire_us\x18\x06 \x01(\x04\x12\x16\n\x0etarget_wire_us\x18\x07 \x01(\x04\"9\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"&\n\x14\x43loseSessionResponse\x12\x0e\n\x06\x63losed\x18\x01 \x01(\x08\"\x11\n\x0f\x44\x65scribeRequest\"\xfe\x01\n\x10\x44\x65scribeResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\'\n\x06models\x18\x02 \x03(\x0b\x32\x17.splitspec.v1.ModelInfo\x12\x10\n\x08\x64rafters\x18\x03 \x03(\t\x12-\n\x05rules\x18\x04 \x03(\x0e\x32\x1e.splitspec.v1.VerificationRule\x12+\n\x06limits\x18\x05 \x01(\x0b\x32\x1b.splitspec.v1.RequestLimits\x12\x17\n\x0f\x64\x65\x66\x61ult_drafter\x18\x06 \x01(\t\x12 \n\x18\x64\x65\x66\x61ult_num_draft_tokens\x18\x07 \x01(\r\"q\n\rRequestLimits\x12\x13\n\x0bmax_context\x18\x01 \x01(\r\x12\x1c\n\x14max_num_draft_tokens\x18\x02 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r*\xc0\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12\x1c\n\x18\x46INISH_REASON_MAX_TOKENS\x10\x04\x12\x1f\n\x1b\x46INISH_REASON_CONTEXT_LIMIT\x10\x05\x32\x83\x02\n\x12\x43oordinatorService\x12K\n\x08Generate\x12\x1d.splitspec.v1.GenerateRequest\x1a\x1e.splitspec.v1.GenerateResponse0\x01\x12U\n\x0c\x43loseSession\x12!.splitspec.v1.CloseSessionRequest\x1a\".splitspec.v1.CloseSessionResponse\x12I\n\x08\x44\x65scribe\x12\x1d.splitspec.v1.DescribeRequest\x1a\x1e.splitspec.v1.DescribeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprotos/v1/coordinator.proto\x12\x0csplitspec.v1\x1a\x16protos/v1/common.proto\"\x84\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12(\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x18.splitspec.v1.ChatPromptH\x00\x12.\n\ttoken_ids\x18\x06 \x01(\x0b\x32\x19.splitspec.v1.TokenPromptH\x00\x12.\n\x08sampling\x18\x07 \x01(\x0b\x32\x1c.splitspec.v1.SamplingParams\x12*\n\x04stop\x18\x08 \x01(\x0b\x32\x1c.splitspec.v1.StopConditions\x12\x35\n\x0bspeculation\x18\t \x01(\x0b\x32 .splitspec.v1.SpeculationOptions\x12\x15\n\rresume_offset\x18\n \x01(\x04\x12\x1b\n\x13one_token_per_chunk\x18\x0b \x01(\x08\x42\x08\n\x06prompt\"9\n\nChatPrompt\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.splitspec.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8e\x01\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x12\x12\n\nmin_tokens\x18\x05 \x01(\rB\r\n\x0b_max_tokens\"\xc2\x01\n\x12SpeculationOptions\x12\x10\n\x08\x64isabled\x18\x01 \x01(\x08\x12\x1d\n\x10num_draft_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07\x64rafter\x18\x03 \x01(\t\x12,\n\x04rule\x18\x04 \x01(\x0e\x32\x1e.splitspec.v1.VerificationRule\x12\'\n\x04mode\x18\x05 \x01(\x0e\x32\x19.splitspec.v1.OverlapModeB\x13\n\x11_num_draft_tokens\"\x97\x01\n\x10GenerateResponse\x12(\n\x07started\x18\x01 \x01(\x0b\x32\x15.splitspec.v1.StartedH\x00\x12$\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x13.splitspec.v1.ChunkH\x00\x12*\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x16.splitspec.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"m\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x15\n\rcached_tokens\x18\x05 \x01(\x04\"[\n\x05\x43hunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12#\n\x06tokens\x18\x02 \x03(\x0b\x32\x13.splitspec.v1.Token\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0f\n\x07\x64urable\x18\x04 \x01(\x08\"z\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12)\n\x06origin\x18\x02 \x01(\x0e\x32\x19.splitspec.v1.TokenOrigin\x12\x10\n\x08text_end\x18\x03 \x01(\x04\x12(\n\x08logprobs\x18\x04 \x01(\x0b\x32\x16.splitspec.v1.Logprobs\"\xd6\x02\n\x08\x46inished\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.splitspec.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x02 \x01(\t\x12\"\n\x05usage\x18\x03 \x01(\x0b\x32\x13.splitspec.v1.Usage\x12\x31\n\nacceptance\x18\x04 \x01(\x0b\x32\x1d.splitspec.v1.AcceptanceStats\x12&\n\x07timings\x18\x05 \x01(\x0b\x32\x15.splitspec.v1.Timings\x12,\n\x04rule\x18\x06 \x01(\x0e\x32\x1e.splitspec.v1.VerificationRule\x12\x0f\n\x07\x64rafter\x18\x07 \x01(\t\x12\x36\n\x0erequested_rule\x18\x08 \x01(\x0e\x32\x1e.splitspec.v1.VerificationRule\x12\x13\n\x0brule_reason\x18\t \x01(\t\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\x04\"\xb5\x02\n\x0f\x41\x63\x63\x65ptanceStats\x12\x16\n\x0enum_spec_steps\x18\x01 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\x04\x12!\n\x19num_accepted_draft_tokens\x18\x03 \x01(\x04\x12\x1e\n\x16mean_acceptance_length\x18\x04 \x01(\x01\x12\x1d\n\x15\x64raft_acceptance_rate\x18\x05 \x01(\x01\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x06 \x03(\x04\x12\x17\n\x0fnum_plain_steps\x18\x07 \x01(\x04\x12\x1a\n\x12num_one_hot_tokens\x18\x08 \x01(\x04\x12\x1e\n\x16num_draft_missed_steps\x18\t \x01(\x04\x12\x1b\n\x13num_seal_mismatches\x18\n \x01(\x04\"\xa0\x01\n\x07Timings\x12\x1e\n\x16time_to_first_token_us\x18\x01 \x01(\x04\x12\x10\n\x08total_us\x18\x02 \x01(\x04\x12\x0f\n\x07open_us\x18\x03 \x01(\x04\x12\x10\n\x08\x64raft_us\x18\x04 \x01(\x04\x12\x11\n\ttarget_us\x18\x05 \x01(\x04\x12\x15\n\rdraft_wire_us\x18\x06 \x01(\x04\x12\x16\n\x0etarget_wire_us\x18\x07 \x01(\x04\"9\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"&\n\x14\x43loseSessionResponse\x12\x0e\n\x06\x63losed\x18\x01 \x01(\x08\"\x11\n\x0f\x44\x65scribeRequest\"\xfe\x01\n\x10\x44\x65scribeResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\'\n\x06models\x18\x02 \x03(\x0b\x32\x17.splitspec.v1.ModelInfo\x12\x10\n\x08\x64rafters\x18\x03 \x03(\t\x12-\n\x05rules\x18\x04 \x03(\x0e\x32\x1e.splitspec.v1.VerificationRule\x12+\n\x06limits\x18\x05 \x01(\x0b\x32\x1b.splitspec.v1.RequestLimits\x12\x17\n\x0f\x64\x65\x66\x61ult_drafter\x18\x06 \x01(\t\x12 \n\x18\x64\x65\x66\x61ult_num_draft_tokens\x18\x07 \x01(\r\"q\n\rRequestLimits\x12\x13\n\x0bmax_context\x18\x01 \x01(\r\x12\x1c\n\x14max_num_draft_tokens\x18\x02 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r*\xc0\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12\x1c\n\x18\x46INISH_REASON_MAX_TOKENS\x10\x04\x12\x1f\n\x1b\x46INISH_REASON_CONTEXT_LIMIT\x10\x05\x32\x83\x02\n\x12\x43oordinatorService\x12K\n\x08Generate\x12\x1d.splitspec.v1.GenerateRequest\x1a\x1e.splitspec.v1.GenerateResponse0\x01\x12U\n\x0c\x43loseSession\x12!.splitspec.v1.CloseSessionRequest\x1a\".splitspec.v1.CloseSessionResponse\x12I\n\x08\x44\x65scribe\x12\x1d.splitspec.v1.DescribeRequest\x1a\x1e.splitspec.v1.DescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.v1.coordinator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2769
-  _globals['_FINISHREASON']._serialized_end=2961
+  _globals['_FINISHREASON']._serialized_start=2810
+  _globals['_FINISHREASON']._serialized_end=3002
   _globals['_GENERATEREQUEST']._serialized_start=70
   _globals['_GENERATEREQUEST']._serialized_end=458
   _globals['_CHATPROMPT']._serialized_start=460
@@ -45,33 +45,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOPCONDITIONS']._serialized_start=594
   _globals['_STOPCONDITIONS']._serialized_end=736
   _globals['_SPECULATIONOPTIONS']._serialized_start=739
-  _globals['_SPECULATIONOPTIONS']._serialized_end=892
-  _globals['_GENERATERESPONSE']._serialized_start=895
-  _globals['_GENERATERESPONSE']._serialized_end=1046
-  _globals['_STARTED']._serialized_start=1048
-  _globals['_STARTED']._serialized_end=1157
-  _globals['_CHUNK']._serialized_start=1159
-  _globals['_CHUNK']._serialized_end=1250
-  _globals['_TOKEN']._serialized_start=1252
-  _globals['_TOKEN']._serialized_end=1374
-  _globals['_FINISHED']._serialized_start=1377
-  _globals['_FINISHED']._serialized_end=1719
-  _globals['_USAGE']._serialized_start=1721
-  _globals['_USAGE']._serialized_end=1801
-  _globals['_ACCEPTANCESTATS']._serialized_start=1804
-  _globals['_ACCEPTANCESTATS']._serialized_end=2113
-  _globals['_TIMINGS']._serialized_start=2116
-  _globals['_TIMINGS']._serialized_end=2276
-  _globals['_CLOSESESSIONREQUEST']._serialized_start=2278
-  _globals['_CLOSESESSIONREQUEST']._serialized_end=2335
-  _globals['_CLOSESESSIONRESPONSE']._serialized_start=2337
-  _globals['_CLOSESESSIONRESPONSE']._serialized_end=2375
-  _globals['_DESCRIBEREQUEST']._serialized_start=2377
-  _globals['_DESCRIBEREQUEST']._serialized_end=2394
-  _globals['_DESCRIBERESPONSE']._serialized_start=2397
-  _globals['_DESCRIBERESPONSE']._serialized_end=2651
-  _globals['_REQUESTLIMITS']._serialized_start=2653
-  _globals['_REQUESTLIMITS']._serialized_end=2766
-  _globals['_COORDINATORSERVICE']._serialized_start=2964
-  _globals['_COORDINATORSERVICE']._serialized_end=3223
+  _globals['_SPECULATIONOPTIONS']._serialized_end=933
+  _globals['_GENERATERESPONSE']._serialized_start=936
+  _globals['_GENERATERESPONSE']._serialized_end=1087
+  _globals['_STARTED']._serialized_start=1089
+  _globals['_STARTED']._serialized_end=1198
+  _globals['_CHUNK']._serialized_start=1200
+  _globals['_CHUNK']._serialized_end=1291
+  _globals['_TOKEN']._serialized_start=1293
+  _globals['_TOKEN']._serialized_end=1415
+  _globals['_FINISHED']._serialized_start=1418
+  _globals['_FINISHED']._serialized_end=1760
+  _globals['_USAGE']._serialized_start=1762
+  _globals['_USAGE']._serialized_end=1842
+  _globals['_ACCEPTANCESTATS']._serialized_start=1845
+  _globals['_ACCEPTANCESTATS']._serialized_end=2154
+  _globals['_TIMINGS']._serialized_start=2157
+  _globals['_TIMINGS']._serialized_end=2317
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=2319
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=2376
+  _globals['_CLOSESESSIONRESPONSE']._serialized_start=2378
+  _globals['_CLOSESESSIONRESPONSE']._serialized_end=2416
+  _globals['_DESCRIBEREQUEST']._serialized_start=2418
+  _globals['_DESCRIBEREQUEST']._serialized_end=2435
+  _globals['_DESCRIBERESPONSE']._serialized_start=2438
+  _globals['_DESCRIBERESPONSE']._serialized_end=2692
+  _globals['_REQUESTLIMITS']._serialized_start=2694
+  _globals['_REQUESTLIMITS']._serialized_end=2807
+  _globals['_COORDINATORSERVICE']._serialized_start=3005
+  _globals['_COORDINATORSERVICE']._serialized_end=3264
 # @@protoc_insertion_point(module_scope)

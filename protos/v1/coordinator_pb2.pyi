@@ -264,6 +264,7 @@ class SpeculationOptions(_message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     RULE_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
     disabled: _builtins.bool
     """Decode plainly when true."""
     num_draft_tokens: _builtins.int
@@ -274,6 +275,8 @@ class SpeculationOptions(_message.Message):
     """Verification rule: greedy, token, block or shared noise. Default: greedy at temperature 0, shared noise
     with a seed, else block.
     """
+    mode: _common_pb2.OverlapMode.ValueType
+    """What the draft worker does while the target verifies. Default: the server's setting."""
     def __init__(
         self,
         *,
@@ -281,10 +284,11 @@ class SpeculationOptions(_message.Message):
         num_draft_tokens: _builtins.int | None = ...,
         drafter: _builtins.str = ...,
         rule: _common_pb2.VerificationRule.ValueType = ...,
+        mode: _common_pb2.OverlapMode.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens", "num_draft_tokens", b"num_draft_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens", "disabled", b"disabled", "drafter", b"drafter", "num_draft_tokens", b"num_draft_tokens", "rule", b"rule"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens", "disabled", b"disabled", "drafter", b"drafter", "mode", b"mode", "num_draft_tokens", b"num_draft_tokens", "rule", b"rule"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_draft_tokens: _TypeAlias = _typing.Literal["num_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_draft_tokens: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens"]  # noqa: Y015

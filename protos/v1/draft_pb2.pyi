@@ -170,7 +170,9 @@ Global___DraftSessionRequest: _TypeAlias = DraftSessionRequest  # noqa: Y015
 
 @_typing.final
 class Propose(_message.Message):
-    """Asks for a proposal on the stamp's base_length committed tokens."""
+    """Asks for a proposal on the stamp's base_length committed tokens: one of the stamp's round answers it,
+    which may have been sent before it was asked for.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -179,12 +181,18 @@ class Propose(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    NUM_AHEAD_FIELD_NUMBER: _builtins.int
     num_draft_tokens: _builtins.int
     """Length of the proposal, at most; at least 1."""
     start: _builtins.int
     """Index of the first token in token_ids."""
     num_accepted: _builtins.int
     """Draft tokens of the worker's last proposal that were accepted."""
+    mode: _common_pb2.OverlapMode.ValueType
+    """What to do until the next Propose comes; unspecified is sequential, and so is plain."""
+    num_ahead: _builtins.int
+    """Pipelined: proposals to be ahead of the last verdict at most. Prefetch: verdicts to be prepared for at most."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens committed since the last message, from start up to the stamp's base_length."""
@@ -201,10 +209,12 @@ class Propose(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_accepted: _builtins.int = ...,
         features: _common_pb2.Features | None = ...,
+        mode: _common_pb2.OverlapMode.ValueType = ...,
+        num_ahead: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "num_accepted", b"num_accepted", "num_draft_tokens", b"num_draft_tokens", "start", b"start", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "mode", b"mode", "num_accepted", b"num_accepted", "num_ahead", b"num_ahead", "num_draft_tokens", b"num_draft_tokens", "start", b"start", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
