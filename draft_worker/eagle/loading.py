@@ -14,8 +14,8 @@ from draft_worker.eagle.model import EagleLM
 from draft_worker.eagle.network import EagleConfig, EagleNetwork
 from draft_worker.eagle.vocabulary import DraftVocabulary
 from protos.v1 import common_pb2
-from splitspec.engine.causal_lm import BLOCK_SIZE
 from splitspec.engine.loading import max_context, parse_device, parse_dtype, weights_hash, wrong_model
+from splitspec.engine.paged import BLOCK_SIZE
 from splitspec.errors import ConfigError
 from splitspec.vocabulary import Vocabulary
 

@@ -16,11 +16,11 @@ from draft_worker.eagle.network import EagleNetwork
 from protos.v1 import common_pb2
 from splitspec.engine.attention import RaggedPass, paged_attention
 from splitspec.engine.blocks import BlockPool, LayerShape
-from splitspec.engine.causal_lm import BLOCK_SIZE
 from splitspec.engine.feed import Feed, Reservation
 from splitspec.engine.kv import KV
 from splitspec.engine.linear import Slabs, can_pack, pack_linears
 from splitspec.engine.memory import quarter_of_free_memory
+from splitspec.engine.paged import BLOCK_SIZE
 from splitspec.engine.plan import Span, twice_if_single
 from splitspec.engine.probe import Probe
 

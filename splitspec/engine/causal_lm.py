@@ -17,9 +17,7 @@ from splitspec.engine.attention import RaggedPass
 from splitspec.engine.batch import Batch
 from splitspec.engine.blocks import BlockPool
 from splitspec.engine.features import keep_outputs
-from splitspec.engine.feed import Feed, Reservation
 from splitspec.engine.huge_pages import use_huge_pages
-from splitspec.engine.kv import KV
 from splitspec.engine.linear import Slabs, can_pack, has_tile_registers, pack_linears
 from splitspec.engine.loading import (
     decoder_layers,
@@ -30,6 +28,7 @@ from splitspec.engine.loading import (
     parse_dtype,
 )
 from splitspec.engine.memory import quarter_of_free_memory
+from splitspec.engine.paged import BLOCK_SIZE, PagedLM
 from splitspec.engine.plan import twice_if_single
 from splitspec.engine.probe import Probe, probe
 from splitspec.engine.selftest import rows_are_independent
@@ -39,10 +38,9 @@ if TYPE_CHECKING:
     from splitspec.engine.parallel import Ranks
 
 log = structlog.get_logger()
-BLOCK_SIZE = 64
 
 
-class CausalLM:
+class CausalLM(PagedLM):
     """Any causal language model of the transformers library whose KV is attention's alone.
 
     info.deterministic: whether the load's self-test found a row's logits to have the same bits whatever
@@ -65,9 +63,8 @@ class CausalLM:
         block_size: int,
         ranks: Ranks | None,
     ) -> None:
-        self.info = info
         make_pool = BlockPool if ranks is None else ranks.make_pool
-        self.pool = make_pool(
+        pool = make_pool(
             [found.layers[index] for index in range(len(found.layers))],
             memory_bytes=quarter_of_free_memory(model.device) if kv_memory_bytes is None else kv_memory_bytes,
             block_size=block_size,
@@ -76,6 +73,7 @@ class CausalLM:
             feature_layers=len(info.feature_layers),
             hidden_size=model.config.get_text_config(decoder=True).hidden_size,
         )
+        super().__init__(info, pool)
         self._model = model
         self._slabs = slabs
         self._ranks = ranks
@@ -140,53 +138,10 @@ class CausalLM:
         info.deterministic &= deterministic or not tiled
         return loaded
 
-    def new_kv(self, tenant: str = "", token_ids: Sequence[int] = ()) -> KV:
-        """An empty KV, or one of as much of a text as final blocks of the same tenant's sessions hold."""
-        kv = KV(self.pool, tenant)
-        kv.adopt(token_ids)
-        return kv
-
-    def features(self, kv: KV, start: int, stop: int) -> torch.Tensor:
-        """[stop - start, layers, hidden size] in the model's dtype: outputs of info.feature_layers, tokens
-        `start` to `stop` of those that the KV holds. Raises ValueError for others, and for a tree's.
-        """
-        held = kv.length - kv.num_tree_tokens
-        if not 0 <= start <= stop <= held:
-            raise ValueError(f"features of tokens {start} to {stop}, expected 0 to {held} in order")
-        blocks, offsets = kv.slots(range(start, stop))
-        return self.pool.features[blocks, offsets]
-
-    def forward(self, kv: KV, token_ids: Sequence[int], num_rows: int) -> torch.Tensor:
-        """`forward_batch` of a single chain."""
-        return self.forward_batch([Feed(kv, token_ids, num_rows)])[0]
-
-    @torch.inference_mode()
-    def forward_batch(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        """Feed each session's tokens behind those that its KV holds, in one pass.
-
-        Returns for each feed [num_rows, vocabulary] float32, the logits of the last num_rows tokens; a row
-        conditions on all tokens up to its own, in a tree on its ancestors. num_rows 0 only feeds. Raises
-        ValueError for a feed that makes no sense (see Feed.check) or a KV fed twice, and OverloadedError
-        when the pool has no room. After any error every KV is as before.
-        """
-        if len({id(feed.kv) for feed in feeds}) < len(feeds):
-            raise ValueError("a KV is fed twice in one pass")
-        for feed in feeds:
-            feed.check(self.info.vocabulary_size, self.info.max_context)
-        if not feeds:
-            return []
-        reservation = Reservation(self.pool, feeds)
-        try:
-            batch = Batch.of(feeds, reservation.tables)
-            logits = self.run(batch) if self._ranks is None else self._ranks.lead(self, batch)
-        except BaseException:
-            reservation.undo()
-            raise
-        reservation.commit()
-        return list(torch.split(logits, [feed.num_rows for feed in feeds]))
+    def lead(self, batch: Batch) -> torch.Tensor:
+        return self.run(batch) if self._ranks is None else self._ranks.lead(self, batch)
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """[wanted rows, vocabulary] float32 logits. Writes through the tables, and keeps no account."""
         device = self._model.device
         self._slabs.begin(batch.sizes)
         ragged = RaggedPass(self.pool, batch.spans)

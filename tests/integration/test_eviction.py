@@ -14,7 +14,7 @@ import pytest_asyncio
 from protos.v1 import common_pb2, target_pb2_grpc
 from splitspec.cli.stack import Stack
 from splitspec.client import AsyncClient, GenerateOptions, Result
-from splitspec.engine.causal_lm import BLOCK_SIZE
+from splitspec.engine.paged import BLOCK_SIZE
 from splitspec.errors import OverloadedError
 from splitspec.tokens import TokenLog
 from tests.integration.conftest import draft_load, settle, settle_empty, target_load, tiny_stack
