@@ -13,9 +13,8 @@ import torch
 
 from protos.v1 import target_pb2, target_pb2_grpc
 from splitspec.config import TargetSettings
-from splitspec.engine.causal_lm import CausalLM
-from splitspec.engine.features import parse_feature_layers
-from splitspec.engine.loading import count_layers
+from splitspec.engine.backends import load_model
+from splitspec.engine.paged import PagedLM
 from splitspec.engine.parallel import Ranks, join_ranks
 from splitspec.models import resolve_model
 from splitspec.process import registered, run_process, serve_until_signal, telemetry, unique_id
@@ -50,18 +49,18 @@ def follow(settings: TargetSettings, ranks: Ranks) -> None:
     ranks.leave()
 
 
-def load(settings: TargetSettings, ranks: Ranks | None) -> CausalLM:
+def load(settings: TargetSettings, ranks: Ranks | None) -> PagedLM:
     # Ranks of one machine share its cache of models, and only one of them needs to fill it.
     with contextlib.nullcontext() if ranks is None else ranks.first_one_first():
         directory = resolve_model(settings.model)
-    return CausalLM.load(
+    return load_model(
         directory,
         name=settings.model,
         dtype=settings.dtype,
         device=settings.device,
         kv_memory_bytes=settings.kv_memory_bytes,
         deterministic=settings.deterministic,
-        feature_layers=parse_feature_layers(settings.feature_layers, count_layers(directory, settings.model)),
+        feature_layers=settings.feature_layers,
         ranks=ranks,
     )
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from protos.v1 import common_pb2, target_pb2
-from splitspec.engine.causal_lm import CausalLM
 from splitspec.engine.kv import KV
+from splitspec.engine.paged import PagedLM
 from splitspec.errors import InvalidRequestError
 from splitspec.features import FeatureFormat
 
@@ -12,7 +12,7 @@ from splitspec.features import FeatureFormat
 class FeatureReader:
     """Reads what Verify and Decode ask for out of a session's KV."""
 
-    def __init__(self, model: CausalLM, request: common_pb2.FeatureRequest) -> None:
+    def __init__(self, model: PagedLM, request: common_pb2.FeatureRequest) -> None:
         """request: of the session's Open; without layers it asks for none. Raises InvalidRequestError."""
         self._model = model
         self._format = FeatureFormat.from_proto(request)

@@ -8,8 +8,8 @@ import grpc
 import structlog
 
 from protos.v1 import common_pb2, target_pb2, target_pb2_grpc
-from splitspec.engine.causal_lm import CausalLM
 from splitspec.engine.kv import KV
+from splitspec.engine.paged import PagedLM
 from splitspec.engine.scheduler import Scheduler, Steps, Timer
 from splitspec.errors import InvalidRequestError
 from splitspec.handles import HandleStore
@@ -33,7 +33,7 @@ class TargetWorker(target_pb2_grpc.TargetWorkerServiceServicer):
     def __init__(
         self,
         worker_id: str,
-        model: CausalLM,
+        model: PagedLM,
         telemetry: Telemetry,
         *,
         max_sessions: int,

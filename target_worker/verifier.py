@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from splitspec.engine.causal_lm import CausalLM
 from splitspec.engine.feed import PIECE, Feed
 from splitspec.engine.kv import KV
+from splitspec.engine.paged import PagedLM
 from splitspec.engine.scheduler import Pass, Steps, Timer
 from splitspec.sampling.logprobs import Logprobs
 from splitspec.sampling.randomness import CounterNoise
@@ -35,7 +35,7 @@ class Verified:
     logprobs: tuple[Logprobs, ...]
 
 
-def take_over(model: CausalLM, kv: KV, tokens: Sequence[int]) -> Steps[int]:
+def take_over(model: PagedLM, kv: KV, tokens: Sequence[int]) -> Steps[int]:
     """Make the KV hold all of the tokens, which are final, but the last; how many it had already.
 
     What it holds of another text is dropped; an empty one begins with what other sessions have left.
@@ -53,7 +53,7 @@ def take_over(model: CausalLM, kv: KV, tokens: Sequence[int]) -> Steps[int]:
 
 
 def verify(
-    model: CausalLM,
+    model: PagedLM,
     kv: KV,
     tokens: Sequence[int],
     draft: Draft,
@@ -86,7 +86,7 @@ def verify(
 
 
 def decode(
-    model: CausalLM,
+    model: PagedLM,
     kv: KV,
     tokens: Sequence[int],
     drawing: Drawing,

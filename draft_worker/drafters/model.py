@@ -10,9 +10,10 @@ import torch
 from draft_worker.drafters.base import Kind, Loading
 from draft_worker.drawing import DraftCounterNoise, draw
 from protos.v1 import draft_pb2
-from splitspec.engine.causal_lm import CausalLM
+from splitspec.engine.backends import load_model
 from splitspec.engine.feed import PIECE, Feed
 from splitspec.engine.kv import KV
+from splitspec.engine.paged import PagedLM
 from splitspec.engine.scheduler import Pass, Steps
 from splitspec.models import resolve_model
 from splitspec.sampling.rows import ProcessedRows
@@ -35,7 +36,7 @@ class ModelState:
 class ModelDrafter:
     """Draws from a model, token by token (Leviathan et al., 2211.17192, section 2.1)."""
 
-    def __init__(self, model: CausalLM, name: str, kind: str = "model") -> None:
+    def __init__(self, model: PagedLM, name: str, kind: str = "model") -> None:
         self.info = draft_pb2.DrafterInfo(name=name, kind=kind, model=model.info)
         self.pools = (model.pool,)
         self._model = model
@@ -113,7 +114,7 @@ class ModelDrafter:
 
 
 def _build(name: str, checkpoint: str, loading: Loading) -> ModelDrafter:
-    model = CausalLM.load(resolve_model(checkpoint), name=checkpoint, **asdict(loading))
+    model = load_model(resolve_model(checkpoint), name=checkpoint, **asdict(loading))
     return ModelDrafter(model, name)
 
 
