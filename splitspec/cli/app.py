@@ -274,6 +274,29 @@ def fetch_demo_model() -> None:
 
 
 @app.command()
+def simulate(
+    directory: Annotated[Path, typer.Argument(help="Where the model goes.", show_default=False)],
+    vocabulary: Annotated[int, typer.Option(help="Tokens; the same for target and draft.")] = 128,
+    seed: Annotated[int, typer.Option(help="Of the target's table; the same for target and draft.")] = 1,
+    acceptance: Annotated[
+        float, typer.Option(help="Of a draft's tokens by that target, 0.35 to 1; 1 is the target itself.")
+    ] = 1.0,
+    pass_ms: Annotated[float, typer.Option(help="Milliseconds of a pass.")] = 0.0,
+    position_ms: Annotated[float, typer.Option(help="And for each position in it.")] = 0.0,
+    max_context: Annotated[int, typer.Option(help="Most tokens of a text.")] = 65536,
+) -> None:
+    """Write a simulated model, which `--model` and `--drafters model=DIRECTORY` take like any other.
+
+    Its passes sleep: for experiments with times and acceptance that are chosen. Done again for a model that
+    runs, it changes acceptance and times from the next pass on.
+    """
+    from splitspec.engine.simulated import SimulatedConfig
+
+    SimulatedConfig(vocabulary, seed, acceptance, pass_ms, position_ms, max_context).save(directory)
+    out.print(str(directory), soft_wrap=True)
+
+
+@app.command()
 def demo(redis_url: RedisUrl = None) -> None:
     """A real model through all processes on this machine, plain and speculative, with a table at the end."""
     from splitspec.cli.demo import play
