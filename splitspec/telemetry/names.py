@@ -116,6 +116,47 @@ ROUNDS_PROPOSE_US = Attribute(
 ROUNDS_VERIFY_US = Attribute("splitspec.rounds.verify_us", "wait for each round's verdict, in microseconds")
 ROUNDS_TOTAL_US = Attribute("splitspec.rounds.total_us", "each round from start to commit, in microseconds")
 
+# Of the round span: the control's choice and what it rests on.
+MODE = Attribute(
+    "splitspec.round.mode",
+    'how it drafts: "plain", "sequential", "pipelined", "prefetch_pull" or "prefetch_push"',
+)
+CONTROL_NUM_DRAFT_TOKENS = Attribute(
+    "splitspec.control.num_draft_tokens", "proposal length that the control chose"
+)
+CONTROL_NUM_AHEAD = Attribute(
+    "splitspec.control.num_ahead",
+    "plain tokens granted ahead, proposals drafted ahead, or verdicts prepared for, at most",
+)
+CONTROL_TRIED = Attribute(
+    "splitspec.control.tried", "true for a choice that isn't the best one known, made to learn"
+)
+CONTROL_PREDICTED = Attribute(
+    "splitspec.control.predicted_tokens_per_s", "tokens per second that the control expects of its choice"
+)
+CONTROL_ACCEPTANCE = Attribute(
+    "splitspec.control.acceptance",
+    "chance of each draft token to be accepted if those before it are, as a list",
+)
+CONTROL_PASS_MS = Attribute(
+    "splitspec.control.pass_ms", "expected target pass with its queue, in milliseconds"
+)
+CONTROL_DRAFT_MS = Attribute(
+    "splitspec.control.draft_ms", "expected time of the proposal on the draft worker, in milliseconds"
+)
+CONTROL_ROUND_TRIP_MS = Attribute(
+    "splitspec.control.round_trip_ms", "round trips to both workers together, in milliseconds"
+)
+CONTROL_HIT_RATE = Attribute(
+    "splitspec.control.hit_rate", "share of verdicts that a proposal was prepared for"
+)
+CONTROL_LOAD = Attribute(
+    "splitspec.control.load", "share of its time on the target that a proposal waits for the model"
+)
+CONTROL_SESSIONS = Attribute(
+    "splitspec.control.sessions", "running requests that this coordinator has on the target worker"
+)
+
 _SERVER_TIMES = (QUEUE_US, MODEL_US, SAMPLING_US, TOTAL_US)
 _STAMP = (CONVERSATION_ID, EPOCH, ROUND, BASE_LENGTH)
 
@@ -156,7 +197,12 @@ ROUND_SPAN = SpanName(
     "round",
     ("request",),
     "one round",
-    (ROUND, BASE_LENGTH, NUM_DRAFT_TOKENS, NUM_ACCEPTED, NEXT_ORIGIN, ERROR_TYPE),
+    (
+        *(ROUND, BASE_LENGTH, NUM_DRAFT_TOKENS, NUM_ACCEPTED, NEXT_ORIGIN, MODE),
+        *(CONTROL_NUM_DRAFT_TOKENS, CONTROL_NUM_AHEAD, CONTROL_TRIED, CONTROL_PREDICTED),
+        *(CONTROL_ACCEPTANCE, CONTROL_PASS_MS, CONTROL_DRAFT_MS, CONTROL_ROUND_TRIP_MS),
+        *(CONTROL_HIT_RATE, CONTROL_LOAD, CONTROL_SESSIONS, ERROR_TYPE),
+    ),
     kept_when_slow=True,
 )
 PROPOSE = SpanName(

@@ -29,7 +29,7 @@ from protos.v1 import common_pb2
 from splitspec.telemetry import names
 from splitspec.telemetry.names import Attribute, SpanName
 
-Value = str | bool | int | float | Sequence[str] | Sequence[int]
+Value = str | bool | int | float | Sequence[str] | Sequence[float]
 Attributes = Mapping[Attribute, Value]
 Metadata = Iterable[tuple[str, str | bytes]]
 

@@ -1,0 +1,228 @@
+"""The control of one request: mode and proposal length, anew for each round (docs/overlap.md, "Control")."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from coordinator.control.estimates import Acceptance, Draft, Drafter, Ratio, Shared
+from coordinator.control.forecast import Arm, Forecast, Inputs
+from coordinator.control.seen import RoundSeen
+from coordinator.control.trying import Trying
+from splitspec.telemetry import names
+from splitspec.telemetry.names import Attribute
+from splitspec.telemetry.tracing import Value
+from splitspec.types import MAX_NUM_DRAFT_TOKENS, Mode
+
+#: The current choice is kept unless another is predicted to be this much better.
+_HYSTERESIS = 1.05
+#: Draft tokens that a session must have seen, or all of them, for the draft to be known.
+_KNOWN_TRIALS = 8.0
+#: What finding out about an unknown draft may cost, in plain tokens.
+_FIRST_TRIES = 8.0
+#: ms per draft token before any was seen, over those of a plain token.
+_FIRST_DRAFT = 0.125
+
+_PLAIN = Arm(Mode.PLAIN, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a round does. tried: not the best that is known, but to learn.
+
+    num_ahead: plain tokens to keep granted, or for `Propose.num_ahead`. predicted: tokens/s; it and `inputs`
+    are None before the target's first pass.
+    """
+
+    mode: Mode
+    num_draft_tokens: int
+    num_ahead: int
+    tried: bool = False
+    predicted: float | None = None
+    inputs: Inputs | None = None
+
+    def attributes(self) -> dict[Attribute, Value]:
+        """The decision and what it rests on, for the round's span."""
+        decision: dict[Attribute, Value] = {
+            names.MODE: self.mode.name.lower(),
+            names.CONTROL_NUM_DRAFT_TOKENS: self.num_draft_tokens,
+            names.CONTROL_NUM_AHEAD: self.num_ahead,
+            names.CONTROL_TRIED: self.tried,
+        }
+        inputs, k = self.inputs, self.num_draft_tokens
+        if inputs is None or self.predicted is None:
+            return decision
+        return {
+            **decision,
+            names.CONTROL_PREDICTED: self.predicted,
+            names.CONTROL_ACCEPTANCE: inputs.acceptance[: max(k, 1)],
+            names.CONTROL_PASS_MS: inputs.verify(k + 1) if k else inputs.plain_ms,
+            names.CONTROL_DRAFT_MS: inputs.draft(k) if k else 0.0,
+            names.CONTROL_ROUND_TRIP_MS: inputs.round_trip_ms,
+            names.CONTROL_HIT_RATE: inputs.hit_rate,
+            names.CONTROL_LOAD: inputs.load,
+            names.CONTROL_SESSIONS: inputs.sessions,
+        }
+
+
+class Controller:
+    """Chooses for one request. `choose` before each round, `observe` behind it; `close` at the end.
+
+    modes: those that its drafter and rule allow; plain always is. mode, num_draft_tokens: pinned by the
+    request. The very first round on a target worker is plain in any case. branches: verdicts that a
+    prefetching draft worker prepares for. Nothing in it is random.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        target: str,
+        modes: Collection[Mode] = tuple(Mode),
+        *,
+        mode: Mode | None = None,
+        num_draft_tokens: int | None = None,
+        branches: int = 8,
+    ) -> None:
+        """target: the worker's id. The draft worker comes with `use_draft`; until then all is plain."""
+        self._shared = shared
+        self._target = shared.target(target)
+        self._modes = [mode] if mode is not None else [each for each in Mode if each in {*modes, Mode.PLAIN}]
+        self._pinned = num_draft_tokens
+        self._branches = branches
+        self._drafting = False
+        self._draft = Draft(Drafter())
+        self._begin(self._draft)
+        #: The best length of each mode, the last time.
+        self._lengths: dict[Mode, int] = {}
+        self._arm = _PLAIN
+        self._trying = Trying()
+        self._started = False
+
+    def use_target(self, worker_id: str) -> None:
+        """Go on with another target worker."""
+        self._target.place(self, 0)
+        self._target = self._shared.target(worker_id)
+
+    def use_draft(self, worker_id: str, drafter: str) -> None:
+        """Go on with this draft worker. Another drafter's acceptance is learned anew."""
+        draft = self._shared.draft(worker_id, drafter)
+        if self._draft.drafter is draft.drafter:
+            self._draft = draft
+        else:
+            self._begin(draft)
+        self._drafting = True
+
+    def close(self) -> None:
+        """The request's last round is over."""
+        self._target.place(self, 0)
+
+    def _begin(self, draft: Draft) -> None:
+        self._draft = draft
+        self._acceptance = Acceptance(decay=0.92, prior=draft.drafter.acceptance)
+        self._hits = Ratio(decay=0.95)
+
+    def choose(self, limit: int) -> Choice:
+        """What the next round does. limit: longest proposal that it may ask for, 0 for none."""
+        if not self._target.busy.known:
+            self._target.place(self, 1)
+            return Choice(Mode.PLAIN, 0, 1)
+        limit = min(limit, MAX_NUM_DRAFT_TOKENS) if self._drafting else 0
+        forecast = Forecast.of(self._inputs())
+        self._start(forecast)
+        arms = self._arms(forecast, limit)
+        self._arm = best = self._settled(forecast, arms, limit)
+        tried = None
+        if self._trying.due(hurried=best == _PLAIN and self._acceptance.trials < _KNOWN_TRIALS):
+            tried = self._trying.choose(forecast, best, self._options(forecast, best, arms, limit))
+        arm = tried or best
+        self._target.place(self, arm.num_draft_tokens + 1)
+        ahead = forecast.num_ahead(arm, self._branches)
+        return Choice(
+            arm.mode, arm.num_draft_tokens, ahead, tried is not None, forecast.rate(arm), forecast.inputs
+        )
+
+    def observe(self, seen: RoundSeen) -> None:
+        """Learn from a round that is over."""
+        self._target.saw(self, seen.num_draft_tokens, seen.target)
+        if seen.num_asked:
+            self._acceptance.add(seen.num_asked, seen.num_accepted)
+        if seen.draft is not None:
+            self._draft.saw(seen.num_draft_tokens, seen.draft, prepared=bool(seen.hit))
+        if seen.hit is not None:
+            self._hits.add(seen.hit)
+            self._draft.drafter.hits.add(seen.hit)
+        self._trying.observe(seen)
+
+    def _start(self, forecast: Forecast) -> None:
+        """Once per request: the first who meets a draft may spend something to find out about it."""
+        if not self._started and self._drafting:
+            self._started = True
+            if self._draft.drafter.acceptance.trials < _KNOWN_TRIALS:
+                self._trying.grant(_FIRST_TRIES * forecast.inputs.plain_ms)
+
+    def _arms(self, forecast: Forecast, limit: int) -> list[Arm]:
+        """Each mode that may be used, at its best length."""
+        drafted = [mode for mode in self._modes if mode is not Mode.PLAIN]
+        if not limit or self._pinned == 0 or not drafted:
+            return [_PLAIN]
+        if self._pinned is not None:
+            return [Arm(mode, min(self._pinned, limit)) for mode in drafted]
+        arms = [forecast.best(mode, limit, self._lengths.get(mode, 1)) for mode in self._modes]
+        self._lengths = dict(arms)
+        return arms
+
+    def _settled(self, forecast: Forecast, arms: list[Arm], limit: int) -> Arm:
+        """The best arm, or the current one when it is nearly as good."""
+        rates = [forecast.rate(arm) for arm in arms]
+        best_rate = max(rates)
+        best = arms[rates.index(best_rate)]
+        mode, k = self._arm
+        if all(arm.mode is not mode for arm in arms):
+            return best
+        current = Arm(mode, min(self._pinned or k, limit)) if mode is not Mode.PLAIN else _PLAIN
+        return best if best_rate > _HYSTERESIS * forecast.rate(current) else current
+
+    def _options(self, forecast: Forecast, best: Arm, arms: list[Arm], limit: int) -> list[Arm]:
+        """What may be tried beside the best arm.
+
+        Plain: one proposal. Else a token more or less, a plain round (what it takes sets the bar), and
+        preparing, as only then its hits are counted.
+        """
+        if best == _PLAIN:
+            drafted = [arm for arm in arms if arm.mode is not Mode.PLAIN]
+            alone = [arm for arm in drafted if arm.mode is Mode.SEQUENTIAL]
+            return alone or drafted[:1]
+        mode, k = best
+        options = [Arm(mode, k + 1), *arms, Arm(mode, k - 1)] if self._pinned is None else arms
+        wanted = (mode, Mode.PLAIN, Mode.PREFETCH_PULL, Mode.PREFETCH_PUSH)
+        shortest = {Mode.PLAIN: 0}
+        return [
+            arm
+            for arm in options
+            if arm != best
+            and arm.mode in wanted
+            and shortest.get(arm.mode, 1) <= arm.num_draft_tokens <= limit
+        ]
+
+    def _inputs(self) -> Inputs:
+        target, draft = self._target, self._draft
+        sessions, queue = target.sessions, 1 + target.queue(drafted=True)
+        plain_ms = (1 + target.queue(drafted=False)) * max(target.busy(sessions), 1e-3)
+        target_trip_ms = target.round_trip.value(0.0)
+        token_ms = _FIRST_DRAFT * plain_ms
+        if draft.proposal.known:
+            token_ms = draft.proposal.slope
+        return Inputs(
+            acceptance=self._acceptance.values,
+            plain_ms=plain_ms,
+            pass_ms=queue * target.busy.intercept,
+            position_ms=queue * target.busy.slope * sessions,
+            proposal_ms=draft.proposal.intercept,
+            token_ms=token_ms,
+            branch_ms=draft.branch.value(token_ms),
+            round_trip_ms=target_trip_ms + draft.round_trip.value(target_trip_ms),
+            target_round_trip_ms=target_trip_ms,
+            hit_rate=self._hits.value(draft.drafter.hit_rate),
+            load=target.load,
+            sessions=sessions,
+        )
