@@ -164,8 +164,7 @@ class Generation:
         await self._send_started(owned, note, opened.cached_length)
         if last is not None:
             await self._deliver_again(delivery, last)
-        k = self.request.num_draft_tokens
-        rounds = Rounds(owned.session, target, drafting, stopper, self.stats, k, self.settings)
+        rounds = Rounds(owned.session, target, drafting, stopper, self.stats, self.request, self.settings)
         last = await self._run_rounds(rounds, owned, delivery, links)
         if self._keep_kv_ms:
             with self.stats.span.child(names.CLOSE):

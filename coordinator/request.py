@@ -11,7 +11,7 @@ from coordinator.text import TextCodec
 from protos.v1 import coordinator_pb2
 from splitspec.config import CoordinatorSettings
 from splitspec.errors import InvalidRequestError
-from splitspec.types import MAX_NUM_DRAFT_TOKENS, Rule, Sampling, Stop
+from splitspec.types import MAX_NUM_DRAFT_TOKENS, Mode, Rule, Sampling, Stop
 
 #: Begins the ids of sessions that belong to one request.
 _OF_REQUEST = "request/"
@@ -40,6 +40,7 @@ class Request:
     requested_rule: Rule | None
     num_draft_tokens: int
     drafter: str
+    mode: Mode
     one_token_per_chunk: bool
     token_ids: tuple[int, ...]
     messages: tuple[coordinator_pb2.ChatMessage, ...]
@@ -95,6 +96,7 @@ class Request:
             requested_rule=requested,
             num_draft_tokens=0 if speculation.disabled else num_draft_tokens,
             drafter=speculation.drafter,
+            mode=Mode.named(speculation.mode, "speculation.mode") or Mode[settings.mode.upper()],
             one_token_per_chunk=message.one_token_per_chunk,
             token_ids=_token_ids(message, codec),
             messages=tuple(message.chat.messages),

@@ -14,7 +14,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from coordinator.drafting import Drafting
-from coordinator.links import TargetLink
+from coordinator.links import DraftLink, TargetLink
+from coordinator.request import Request
 from coordinator.session import Session
 from coordinator.stats import Stats
 from coordinator.stopping import Emission, Stopper
@@ -22,6 +23,7 @@ from protos.v1 import common_pb2
 from splitspec.config import CoordinatorSettings
 from splitspec.errors import InvalidRequestError, UnavailableError
 from splitspec.telemetry import Span, names
+from splitspec.types import Mode
 
 #: After n misses in a row the draft worker is left out of the next 2**n - 1 rounds, up to this many.
 _LONGEST_PAUSE = 64
@@ -50,7 +52,7 @@ class Rounds:
     drafting: Drafting | None
     stopper: Stopper
     stats: Stats
-    num_draft_tokens: int
+    request: Request
     settings: CoordinatorSettings
 
     def __post_init__(self) -> None:
@@ -72,14 +74,21 @@ class Rounds:
     async def _propose(self) -> common_pb2.Proposal | None:
         """A proposal, or None for a plain round."""
         # A proposal of K tokens commits up to K + 1. K is fixed before anything is drawn.
-        num_draft_tokens = min(self.num_draft_tokens, self.stopper.remaining - 1)
+        num_draft_tokens = min(self.request.num_draft_tokens, self.stopper.remaining - 1)
+        link = self.drafting.link if self.drafting is not None else None
+        continued = self.target.continued()
+        if continued is not None:
+            return await self._continue(link, continued, num_draft_tokens)
         # The first round is plain: it brings the first token soonest, and tells what a plain round takes.
         if self.drafting is None or num_draft_tokens < 1 or self.target.plain_s is None:
             return None
-        link = self.drafting.link
         self._pause = max(0, self._pause - 1)
         if link is not None and not self._pause and not self.target.outstanding:
-            proposal = await link.propose(num_draft_tokens, self._num_accepted, self._patience_s)
+            link.relay = self._relay
+            mode, num_ahead = self._ahead(link)
+            proposal = await link.propose(
+                num_draft_tokens, self._num_accepted, self._patience_s, mode, num_ahead
+            )
             if proposal is not None:
                 self._misses = 0
                 return proposal if proposal.num_draft_tokens else None
@@ -87,6 +96,29 @@ class Rounds:
             self._pause = min(2**self._misses, _LONGEST_PAUSE)
         self.stats.miss()
         return None
+
+    async def _continue(
+        self, link: DraftLink | None, proposal: common_pb2.Proposal, num_draft_tokens: int
+    ) -> common_pb2.Proposal:
+        """The target has the proposal already; let the draft worker know that it holds."""
+        if link is not None:
+            mode, num_ahead = self._ahead(link)
+            await link.go_on(max(1, num_draft_tokens), self._num_accepted, mode, num_ahead)
+        self.session.round = proposal.stamp.round
+        return proposal
+
+    async def _relay(self, proposal: common_pb2.Proposal) -> None:
+        await self.target.relay(proposal, self._features_start)
+
+    def _ahead(self, link: DraftLink) -> tuple[Mode, int]:
+        """What the draft worker is to do while the target verifies, but nothing that the end cuts off."""
+        rounds_left = self.stopper.remaining // (self.request.num_draft_tokens + 1) - 1
+        if self.request.mode not in link.modes or rounds_left < 1:
+            return Mode.SEQUENTIAL, 0
+        num_ahead = self.settings.num_ahead
+        return self.request.mode, min(
+            num_ahead, rounds_left
+        ) if self.request.mode is Mode.PIPELINED else num_ahead
 
     async def _verify(self, proposal: common_pb2.Proposal | None) -> common_pb2.Verdict:
         """The target's verdict on the proposal, or its next plain token."""
@@ -136,5 +168,5 @@ class Rounds:
     def _patience_s(self) -> float:
         """How long a proposal is waited for: what plain decoding would take for the same tokens."""
         assert self.target.plain_s is not None
-        plain_s = self.settings.draft_patience * (self.num_draft_tokens + 1) * self.target.plain_s
+        plain_s = self.settings.draft_patience * (self.request.num_draft_tokens + 1) * self.target.plain_s
         return min(plain_s, self.settings.draft_timeout_s)

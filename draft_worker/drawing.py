@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -9,7 +11,7 @@ import torch
 
 from splitspec.sampling.randomness import CounterNoise, Purpose, delays, shared_words
 from splitspec.sampling.rows import Rows
-from splitspec.types import DRAFT_SUPPORT, Rule
+from splitspec.types import DRAFT_SUPPORT, Drawing, Rule
 from splitspec.wire import SparseDistribution
 
 
@@ -67,6 +69,38 @@ def draw_children(
         tokens.append(noise.draft_token(index + child, left))
         left = left.without(tokens[-1])
     return tokens, q
+
+
+def ranking(drawing: Drawing) -> Drawing:
+    """At temperature 0 q is one-hot and ranks nothing: confidence is that of temperature 1 there."""
+    if drawing.rule is not Rule.GREEDY:
+        return drawing
+    sampling = replace(drawing.sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    return replace(drawing, rule=Rule.BLOCK, sampling=sampling)
+
+
+def runners_up(
+    rule: Rule,
+    rows: Rows,
+    row: int,
+    position: int,
+    count: int,
+    without: Sequence[int],
+    noise: DraftNoise,
+) -> list[int]:
+    """The `count` likeliest next tokens at a row of q in falling order, `without` some.
+
+    rows: of `ranking`. Under shared noise they are the runners-up of the race at the position, which the
+    target runs on the same noise; else the most probable tokens.
+    """
+    if not count:
+        return []
+    weights = rows.probabilities(row).cpu()
+    if rule is Rule.SHARED_NOISE:
+        weights = weights / torch.from_numpy(noise.delays(position, len(weights)))
+    top = torch.topk(weights, min(count + len(without), len(weights)))
+    found = [token for token, weight in zip(top.indices.tolist(), top.values.tolist(), strict=True) if weight]
+    return [token for token in found if token not in without][:count]
 
 
 def _sent(processed: torch.Tensor) -> SparseDistribution:

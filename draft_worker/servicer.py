@@ -10,8 +10,8 @@ import grpc
 import structlog
 import torch
 
+from draft_worker.ahead import Ahead, Branch
 from draft_worker.drafters.base import Drafter, FeatureDrafter
-from draft_worker.drawing import DraftCounterNoise
 from protos.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from splitspec.engine.scheduler import Scheduler, Steps, Timer
 from splitspec.errors import InvalidRequestError, NotFoundError, OutOfSyncError
@@ -20,9 +20,16 @@ from splitspec.handles import HandleStore
 from splitspec.telemetry import Telemetry, names
 from splitspec.telemetry.worker import Watch, Work
 from splitspec.tokens import TokenLog
-from splitspec.types import MAX_MESSAGE_BYTES, MAX_NUM_DRAFT_TOKENS, PROTOCOL_VERSION, Drawing
-from splitspec.wire import Draft, seal_key
-from splitspec.worker_session import WorkerSession, serve_session
+from splitspec.types import (
+    MAX_MESSAGE_BYTES,
+    MAX_NUM_AHEAD,
+    MAX_NUM_DRAFT_TOKENS,
+    PROTOCOL_VERSION,
+    Drawing,
+    Mode,
+)
+from splitspec.wire import Draft
+from splitspec.worker_session import WorkerSession, Write, serve_session
 
 log = structlog.get_logger()
 Context = grpc.aio.ServicerContext[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionResponse]
@@ -140,8 +147,13 @@ class DraftSession(WorkerSession[Drafting]):
         if self.held.state.drafter is not drafter:
             # The session's last request had another drafter: its state is of no use to this one.
             self.held.state = begin()
-        self._drafter, self._state = drafter, self.held.state.state
+        self._drafter = drafter
+        self._ahead: Ahead | None = None
         self._features = FeatureFormat.from_proto(drafter.info.features)
+
+    @property
+    def _state(self) -> Any:
+        return self.held.state.state
 
     @property
     def vocabulary_size(self) -> int:
@@ -158,6 +170,12 @@ class DraftSession(WorkerSession[Drafting]):
 
     def prepare(self, request: draft_pb2.DraftSessionRequest) -> None:
         self._drawing = Drawing.from_proto(request.open)
+        self._ahead = Ahead(self._drafter, self._drawing, self.run)
+
+    def detach(self) -> None:
+        if self._ahead is not None:
+            self._ahead.drop()
+        super().detach()
 
     def rest(self) -> None:
         self._drafter.rest(self._state)
@@ -171,56 +189,78 @@ class DraftSession(WorkerSession[Drafting]):
         request: draft_pb2.DraftSessionRequest,
         timer: Timer,
         work: Work,
-        context: Context,
+        write: Write,
     ) -> draft_pb2.DraftSessionResponse | None:
         if kind != "propose":
             raise InvalidRequestError.of("message", kind, "open, propose or close")
-        proposal = await self._propose(request, timer)
+        proposal = await self._propose(request, timer, write)
         work.proposed(proposal)
         return None if proposal is None else draft_pb2.DraftSessionResponse(proposal=proposal)
 
     async def _propose(
-        self, request: draft_pb2.DraftSessionRequest, timer: Timer
+        self, request: draft_pb2.DraftSessionRequest, timer: Timer, write: Write
     ) -> common_pb2.Proposal | None:
-        """A proposal on the stamp's committed tokens, or None for a stale request, which gets no answer."""
+        """A proposal on the stamp's committed tokens; None when it was sent already, and for a stale request,
+        which gets no answer. In modes that overlap, others are drafted from here on."""
         held, stamp, message = self.held, request.stamp, request.propose
         held.check_epoch(stamp)
         if stamp.round <= held.round or message.start < len(held.tokens):
             log.info("stale propose dropped", session=held.session_id, round=stamp.round)
             return None
+        self._check(message)
+        mode = self._mode(message)
+        features = self._decoded(message, stamp.base_length) if message.HasField("features") else None
+        held.tokens.extend(message.token_ids)
+        held.check_prefix(stamp)
+        held.revision, held.round = stamp.revision, stamp.round
+        assert self._ahead is not None
+        branch = await self._ahead.turn(stamp.round, held.tokens)
+        if branch is None:
+            branch = Branch(
+                stamp, held.tokens[:], self._state, message.num_draft_tokens, self._ahead.more_follows(mode)
+            )
+            steps = None
+            if features is not None:
+                steps = self._with_features(message.features.start, features, self._ahead.steps(branch))
+            await self._ahead.draft(branch, timer, steps)
+        held.state.state = branch.state
+
+        async def send(proposal: common_pb2.Proposal) -> None:
+            await write(draft_pb2.DraftSessionResponse(proposal=proposal))
+
+        self._ahead.go_on(branch, mode, message.num_ahead, send)
+        return None if branch.sent else branch.proposal
+
+    def _check(self, message: draft_pb2.Propose) -> None:
+        """Raise InvalidRequestError or OutOfSyncError for what can't be drafted."""
         if not 1 <= message.num_draft_tokens <= MAX_NUM_DRAFT_TOKENS:
             raise InvalidRequestError.of(
                 "propose.num_draft_tokens", message.num_draft_tokens, f"1 to {MAX_NUM_DRAFT_TOKENS}"
             )
-        if message.start > len(held.tokens):
+        if message.start > len(self.held.tokens):
             raise OutOfSyncError(
-                f"propose.start is {message.start}, but the worker holds {len(held.tokens)} tokens"
+                f"propose.start is {message.start}, but the worker holds {len(self.held.tokens)} tokens"
             )
         for token in message.token_ids:
             if token >= self.vocabulary_size:
                 raise InvalidRequestError.of(
                     "propose.token_ids", token, f"an id below {self.vocabulary_size}"
                 )
-        features = self._decoded(message, stamp.base_length) if message.HasField("features") else None
-        held.tokens.extend(message.token_ids)
-        held.check_prefix(stamp)
-        held.revision, held.round = stamp.revision, stamp.round
-        noise = DraftCounterNoise(self._drawing.seed, stamp.round)
-        steps = self._drafter.propose(
-            self._state, held.tokens, message.num_draft_tokens, self._drawing, noise
-        )
-        if features is not None:
-            steps = self._with_features(message.features.start, features, steps)
-        draft = await self.run(steps, timer)
+
+    def _mode(self, message: draft_pb2.Propose) -> Mode:
+        """What to do ahead of the next Propose. Raises InvalidRequestError for what the drafter can't do."""
+        mode = Mode.named(message.mode, "propose.mode") or Mode.SEQUENTIAL
+        if mode in (Mode.PLAIN, Mode.SEQUENTIAL):
+            return Mode.SEQUENTIAL
         info = self._drafter.info
-        key = seal_key(self._drawing, info.model.vocabulary_hash, stamp.prefix_hash)
-        return common_pb2.Proposal(
-            stamp=stamp,
-            num_draft_tokens=len(draft.token_ids),
-            drafter=info.name,
-            body=draft.encode(key),
-            timings=timer.to_proto(),
-        )
+        if mode.value not in info.modes:
+            known = ["sequential", *(Mode(value).name.lower() for value in info.modes)]
+            raise InvalidRequestError.of(
+                "propose.mode", mode.name.lower(), f"one that {info.name} has: {', '.join(known)}"
+            )
+        if not 1 <= message.num_ahead <= MAX_NUM_AHEAD:
+            raise InvalidRequestError.of("propose.num_ahead", message.num_ahead, f"1 to {MAX_NUM_AHEAD}")
+        return mode
 
     def _decoded(self, message: draft_pb2.Propose, base_length: int) -> torch.Tensor:
         """The features of a Propose. Raises InvalidRequestError for those that weren't wanted or can't be."""

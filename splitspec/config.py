@@ -35,7 +35,7 @@ from pydantic_settings import (
 )
 
 from splitspec.errors import ConfigError
-from splitspec.types import MAX_NUM_DRAFT_TOKENS
+from splitspec.types import MAX_NUM_AHEAD, MAX_NUM_DRAFT_TOKENS
 
 ENV_PREFIX = "SPLITSPEC_"
 
@@ -147,6 +147,15 @@ class CoordinatorSettings(ServerSettings):
     drafter: str = Field("", description="Drafter of requests that name none; empty: the first at hand.")
     num_draft_tokens: int = Field(
         4, ge=0, le=MAX_NUM_DRAFT_TOKENS, description="Proposal length of requests that give none."
+    )
+    mode: str = Field(
+        "sequential", description="What draft workers do while the target verifies, unless a request says."
+    )
+    num_ahead: int = Field(
+        8,
+        ge=1,
+        le=MAX_NUM_AHEAD,
+        description="Proposals that a draft worker may be ahead, or verdicts that it may prepare for.",
     )
     max_requests: int = Field(256, ge=1, description="Requests that may run at once.")
     max_tokens: int = Field(4096, ge=1, description="Most tokens that one request may generate.")

@@ -15,6 +15,8 @@ from splitspec.errors import InvalidRequestError
 PROTOCOL_VERSION = 1
 #: Largest proposal length that any process accepts.
 MAX_NUM_DRAFT_TOKENS = 16
+#: Most proposals that a session's draft worker may be ahead, or verdicts that it may prepare for.
+MAX_NUM_AHEAD = 64
 #: Most log-probabilities of other tokens that a request may ask for.
 MAX_LOGPROBS = 20
 #: Entries of a draft distribution that go over the wire.
@@ -62,8 +64,9 @@ class Mode(enum.Enum):
 
 
 class Origin(enum.Enum):
-    """How a token came to be, with its value on the wire."""
+    """How a token came to be, with its value on the wire. HELD: the next token is held back."""
 
+    HELD = common_pb2.TOKEN_ORIGIN_UNSPECIFIED
     ACCEPTED = common_pb2.TOKEN_ORIGIN_ACCEPTED
     CORRECTION = common_pb2.TOKEN_ORIGIN_CORRECTION
     BONUS = common_pb2.TOKEN_ORIGIN_BONUS

@@ -128,6 +128,11 @@ class Draft:
         rows = cls._num_distributions(len(token_ids), parents)
         return cls(tuple(token_ids), (None,) * rows, tuple(parents))
 
+    def after(self, count: int) -> Draft:
+        """A chain without its first `count` tokens."""
+        assert not self.parents
+        return Draft(self.token_ids[count:], self.distributions[count:])
+
     @staticmethod
     def _num_distributions(num_tokens: int, parents: Sequence[int]) -> int:
         return num_tokens + 1 if parents else num_tokens

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from protos.v1 import common_pb2
 from splitspec.engine.scheduler import Scheduler, Steps, Timer
@@ -17,6 +17,7 @@ from splitspec.tokens import TokenLog
 
 S = TypeVar("S")
 R = TypeVar("R")
+Write: TypeAlias = Callable[[Any], Awaitable[None]]
 
 
 class WorkerSession(abc.ABC, Generic[S]):
@@ -56,8 +57,11 @@ class WorkerSession(abc.ABC, Generic[S]):
         """Called on the model's thread once the stream has ended: the state may go where room is needed."""
 
     @abc.abstractmethod
-    async def answer(self, kind: str, request: Any, timer: Timer, work: Work, context: Any) -> Any:
-        """The answer to a message that is neither open nor close; None when it gets none."""
+    async def answer(self, kind: str, request: Any, timer: Timer, work: Work, write: Write) -> Any:
+        """The answer to a message that is neither open nor close; None when it gets none from here.
+
+        write: sends other answers before it or, from a task of the session's own, after it.
+        """
 
     @property
     def features_length(self) -> int:
@@ -100,10 +104,13 @@ class WorkerSession(abc.ABC, Generic[S]):
         if self._lease_s and not self.held.fenced:  # else it was freed, or is another stream's
             self._scheduler.post(self.rest)
 
-    async def run(self, steps: Steps[R], timer: Timer) -> R:
-        """A job's result. Raises StaleError when the session got a new owner in the meantime."""
+    async def run(self, steps: Steps[R], timer: Timer, stopped: Callable[[], bool] = lambda: False) -> R:
+        """A job's result. Raises StaleError when the session got a new owner in the meantime.
+
+        stopped: as for `Scheduler.run`.
+        """
         try:
-            result = await self._scheduler.run(steps, timer, lambda: self.held.fenced)
+            result = await self._scheduler.run(steps, timer, lambda: self.held.fenced or stopped())
         except asyncio.CancelledError:
             self.check_fence()
             raise
@@ -132,6 +139,12 @@ async def serve_session(
     response: makes an answer of `opened` or `closed`.
     """
     session: WorkerSession[Any] | None = None
+    writing = asyncio.Lock()
+
+    async def write(answer: Any) -> None:
+        async with writing:
+            await context.write(answer)
+
     try:
         while (request := await context.read()) is not EOF:
             timer = Timer()
@@ -149,9 +162,9 @@ async def serve_session(
                 elif kind == "close":
                     answer = response(closed=common_pb2.Closed(length=session.close(request)))
                 else:
-                    answer = await session.answer(kind, request, timer, work, context)
+                    answer = await session.answer(kind, request, timer, work, write)
             if answer is not None:
-                await context.write(answer)
+                await write(answer)
             if kind == "close":
                 return
     finally:

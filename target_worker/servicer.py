@@ -13,12 +13,13 @@ from splitspec.engine.paged import PagedLM
 from splitspec.engine.scheduler import Scheduler, Steps, Timer
 from splitspec.errors import InvalidRequestError
 from splitspec.handles import HandleStore
+from splitspec.overlap import begins_with
 from splitspec.telemetry import Telemetry, names
 from splitspec.telemetry.worker import Watch, Work
 from splitspec.tokens import TokenLog
 from splitspec.types import MAX_MESSAGE_BYTES, MAX_NUM_DRAFT_TOKENS, PROTOCOL_VERSION, Drawing, Rule
 from splitspec.wire import Draft, seal_key
-from splitspec.worker_session import WorkerSession, serve_session
+from splitspec.worker_session import WorkerSession, Write, serve_session
 from target_worker.features import FeatureReader
 from target_worker.verifier import Verified, decode, take_over, verify
 
@@ -151,14 +152,14 @@ class TargetSession(WorkerSession[KV]):
         request: target_pb2.TargetSessionRequest,
         timer: Timer,
         work: Work,
-        context: Context,
+        write: Write,
     ) -> target_pb2.TargetSessionResponse | None:
         if kind == "verify":
             verdict = await self._verify(request.stamp, request.verify, timer)
             work.verified(verdict)
             return None if verdict is None else target_pb2.TargetSessionResponse(verdict=verdict)
         if kind == "decode":
-            await self._decode(request.stamp, request.decode, timer, work, context)
+            await self._decode(request.stamp, request.decode, timer, work, write)
             return None
         raise InvalidRequestError.of("message", kind, "open, verify, decode or close")
 
@@ -174,21 +175,22 @@ class TargetSession(WorkerSession[KV]):
             repeated = common_pb2.Verdict(repeated=True)
             repeated.MergeFrom(self._kept[1])
             return repeated
-        if (
-            proposal.stamp.round <= held.round
-            or proposal.stamp.revision < held.revision
-            or proposal.stamp.base_length < len(held.tokens)
-        ):
-            log.info("stale proposal dropped", session=held.session_id, round=proposal.stamp.round)
+        first = self._begins_with(proposal)
+        if first is None:
+            log.debug("stale proposal dropped", session=held.session_id, round=proposal.stamp.round)
             return None
-        held.check_prefix(proposal.stamp)
         start = self._features.start("verify", message, len(held.tokens))
         draft, num_one_hot, mismatch = self._draft(proposal)
+        if first:  # of a chain: what else hangs on the root of a tree was not drafted for this
+            if draft.parents or draft.token_ids[:1] != first:
+                return None
+            draft = draft.after(1)
+        hold_bonus = proposal.more_follows and self._drawing.rule in (Rule.TOKEN, Rule.BLOCK)
 
         def steps() -> Steps[tuple[Verified, common_pb2.Features | None]]:
             round_number = proposal.stamp.round
             verified = yield from verify(
-                self._model, held.state, held.tokens, draft, self._drawing, round_number, timer
+                self._model, held.state, held.tokens, draft, self._drawing, round_number, timer, hold_bonus
             )
             return verified, self._features.read(held.state, start)
 
@@ -198,12 +200,24 @@ class TargetSession(WorkerSession[KV]):
         self._kept = (key, verdict)
         return verdict
 
+    def _begins_with(self, proposal: common_pb2.Proposal) -> tuple[int, ...] | None:
+        """See `overlap.begins_with`; None for a stale proposal.
+
+        Raises OutOfSyncError for a proposal without a parent on other tokens than those that are held.
+        """
+        held, stamp = self.held, proposal.stamp
+        if stamp.round <= held.round:
+            return None
+        if proposal.parent_round:
+            continues = proposal.parent_round == held.round
+            return begins_with(stamp, held.tokens, self._drawing.rule) if continues else None
+        if stamp.revision < held.revision or stamp.base_length < len(held.tokens):
+            return None
+        held.check_prefix(stamp)
+        return ()
+
     def _draft(self, proposal: common_pb2.Proposal) -> tuple[Draft, int, bool]:
         """What `Draft.decode` makes of it. Raises InvalidRequestError for what can't be verified."""
-        if proposal.parent_round or proposal.more_follows:
-            raise InvalidRequestError.of(
-                "proposal.parent_round", proposal.parent_round, "0: this worker verifies in sequence"
-            )
         info = self._model.info
         key = seal_key(self._drawing, info.vocabulary_hash, proposal.stamp.prefix_hash)
         decoded = Draft.decode(proposal.body, key, info.vocabulary_size)
@@ -215,7 +229,7 @@ class TargetSession(WorkerSession[KV]):
         return decoded
 
     async def _decode(
-        self, stamp: common_pb2.Stamp, message: target_pb2.Decode, timer: Timer, work: Work, context: Context
+        self, stamp: common_pb2.Stamp, message: target_pb2.Decode, timer: Timer, work: Work, write: Write
     ) -> None:
         """One verdict for each plain token; token j is round stamp.round + j."""
         held, num_tokens = self.held, message.num_tokens
@@ -252,7 +266,7 @@ class TargetSession(WorkerSession[KV]):
                 verdict = self._commit(round_number, verified, features)
                 verdict.timings.CopyFrom(timings)
                 work.decoded(verdict)
-                await context.write(target_pb2.TargetSessionResponse(verdict=verdict))
+                await write(target_pb2.TargetSessionResponse(verdict=verdict))
             await job
         finally:
             job.cancel()
@@ -270,7 +284,7 @@ class TargetSession(WorkerSession[KV]):
             num_accepted=outcome.num_accepted,
             path=verified.path,
             token_ids=verified.committed,
-            next_origin=outcome.next_origin.value,
+            next_origin=verified.next_origin.value,
             rule=verified.rule.value,
             logprobs=[logprobs.to_proto() for logprobs in verified.logprobs],
             features=features,

@@ -14,7 +14,7 @@ from splitspec.sampling.logprobs import Logprobs
 from splitspec.sampling.randomness import CounterNoise
 from splitspec.sampling.rows import ProcessedRows
 from splitspec.tokens import common_prefix
-from splitspec.types import Drawing, Rule
+from splitspec.types import Drawing, Origin, Rule
 from splitspec.verification.outcome import Outcome
 from splitspec.verification.rules import decide, rule_for
 from splitspec.wire import Draft
@@ -22,15 +22,16 @@ from splitspec.wire import Draft
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """A draft's outcome, by `rule`. committed: the accepted tokens and the next one.
+    """A draft's outcome, by `rule`. committed: the accepted tokens and the next one, unless it is held back.
 
-    path: indices of the accepted tokens of a tree; empty for a chain. logprobs: of each committed token, or
-    none at all when they weren't asked for.
+    next_origin: the next token's. path: indices of the accepted tokens of a tree;
+    empty for a chain. logprobs: of each committed token, or none at all when they weren't asked for.
     """
 
     outcome: Outcome
     rule: Rule
     committed: tuple[int, ...]
+    next_origin: Origin
     path: tuple[int, ...]
     logprobs: tuple[Logprobs, ...]
 
@@ -60,10 +61,13 @@ def verify(
     drawing: Drawing,
     round_number: int,
     timer: Timer,
+    hold_bonus: bool = False,
 ) -> Steps[Verified]:
     """Verify a draft on the committed tokens in one pass over K+1 positions; K = 0 is plain decoding.
 
-    kv holds all committed tokens but the last, before and after: rejected tokens are rolled back.
+    kv holds all committed tokens but the last, before and after: rejected tokens are rolled back. hold_bonus:
+    when all draft tokens are accepted, commit no bonus: the next draft's first token is to be verified in its
+    place. What a bonus would be has no part in that (PEARL, 2408.11850, draws none either).
     """
     base_length = len(tokens)
     fed = [tokens[-1], *draft.token_ids]
@@ -71,18 +75,21 @@ def verify(
     started = time.perf_counter()
     rows = ProcessedRows(logits, drawing, tokens, draft.paths)
     outcome = decide(drawing.rule, rows, draft, base_length, CounterNoise(drawing.seed, round_number))
-    committed = (*(draft.token_ids[node] for node in outcome.path), outcome.next_token)
+    accepted = tuple(draft.token_ids[node] for node in outcome.path)
+    hold = hold_bonus and outcome.next_origin is Origin.BONUS
+    committed = accepted if hold else (*accepted, outcome.next_token)
     logprobs: tuple[Logprobs, ...] = ()
     if drawing.sampling.logprobs is not None:
         visited = [0, *(node + 1 for node in outcome.path)]
-        logprobs = tuple(rows.logprobs(row, token) for row, token in zip(visited, committed, strict=True))
+        logprobs = tuple(rows.logprobs(row, token) for row, token in zip(visited, committed, strict=False))
     if draft.parents:
         kv.keep_path(base_length - 1, outcome.path)
     else:
-        kv.truncate(base_length + outcome.num_accepted)
+        kv.truncate(base_length + len(committed) - 1)
     timer.sampling_s += time.perf_counter() - started
     path = outcome.path if draft.parents else ()
-    return Verified(outcome, rule_for(drawing.rule, draft), committed, path, logprobs)
+    next_origin = Origin.HELD if hold else outcome.next_origin
+    return Verified(outcome, rule_for(drawing.rule, draft), committed, next_origin, path, logprobs)
 
 
 def decode(

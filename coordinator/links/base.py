@@ -30,10 +30,12 @@ class Link(Generic[Q, A]):
         self._call = call
         self._session = session
         self._stats = stats
+        self._writing = asyncio.Lock()
 
     async def _write(self, request: Q) -> None:
         try:
-            await self._call.write(request)
+            async with self._writing:
+                await self._call.write(request)
         except grpc.aio.AioRpcError as error:
             raise self._failure(error) from None
         except asyncio.InvalidStateError:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
 import structlog
 
@@ -14,8 +15,10 @@ from coordinator.session import Session
 from coordinator.stats import Stats, Wait
 from coordinator.workers import DraftHost
 from protos.v1 import common_pb2, draft_pb2
-from splitspec.errors import OutOfSyncError
+from splitspec.errors import OutOfSyncError, SplitspecError
+from splitspec.overlap import holds
 from splitspec.telemetry import NO_SPAN, Span, names
+from splitspec.types import Mode
 
 log = structlog.get_logger()
 
@@ -27,14 +30,15 @@ _OPEN_LIMIT_S = 120.0
 #: What a draft worker gets to answer at the end of a request, twice.
 _CLOSE_LIMIT_S = 0.5
 
-Response = draft_pb2.DraftSessionResponse
+#: Hands the target a proposal whose parent has no verdict yet.
+Relay: TypeAlias = Callable[[common_pb2.Proposal], Awaitable[None]]
 
 
 class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionResponse]):
     """The stream to the draft worker. Its errors never reach the request: `gone` says that it has failed.
 
-    At most one answer is outstanding. An answer that comes too late is dropped, and until it has come the
-    worker is asked for nothing new.
+    At most one answer is due. One that comes too late is dropped, and until it has come the worker is asked
+    for nothing new. What it has drafted ahead of the verdicts is handed to `relay` as it comes.
     """
 
     role = "draft"
@@ -56,32 +60,25 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
         self.drafter = drafter
         #: What the drafter wants of the target; None for nothing.
         self.features = info.features if info.features.layers else None
+        #: What it can do while the target verifies, beside waiting.
+        self.modes = frozenset(Mode(value) for value in info.modes)
         #: Tokens whose features the worker holds or was sent; None while it isn't open.
         self._features_length: int | None = None
         self._features: common_pb2.Features | None = None
         self.gone = False
+        self._error: SplitspecError | None = None
+        self.relay: Relay | None = None
         self._lease_ms = lease_ms
         self._sent = 0
-        self._opened = False
-        self._pending = self._ask(self._start(handle, held))
-
-    async def _start(self, handle: str, held: int) -> Response:
-        """Open the session; the answer is taken by `_settle` like any other."""
-        stamp, start = self._session.stamp(), held if handle else 0
-        with self._waiting(names.OPEN) as wait:
-            while True:
-                message = self._open(handle, start, stamp.base_length, self._lease_ms, self.drafter)
-                await self._write(draft_pb2.DraftSessionRequest(stamp=stamp, trace=wait.trace, open=message))
-                response = await self._read()
-                handle, length = response.opened.handle, response.opened.length
-                if length == stamp.base_length:
-                    self._sent = length
-                    self._features_length = min(response.opened.features_length, length - 1)
-                    wait.opened(response.opened)
-                    return response
-                if length >= start:
-                    raise OutOfSyncError(f"{self._name} took {length} of {stamp.base_length} tokens")
-                start = length
+        self._opened = self._closed = False
+        # The last Propose, and its answer once it is there. in_time: the answer was waited for.
+        self._asked: common_pb2.Stamp | None = None
+        self._num_asked = 0
+        self._answer: common_pb2.Proposal | None = None
+        self._in_time = False
+        self._since = time.monotonic()
+        self._news = asyncio.Event()
+        self._receiving = asyncio.create_task(self._receive(handle, held))
 
     @property
     def features_start(self) -> int | None:
@@ -94,92 +91,177 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
             self._features = features
 
     async def propose(
-        self, num_draft_tokens: int, num_accepted: int, patience_s: float
+        self, num_draft_tokens: int, num_accepted: int, patience_s: float, mode: Mode, num_ahead: int
     ) -> common_pb2.Proposal | None:
-        """A proposal on the session's committed tokens, or None when it doesn't come within the patience."""
+        """A proposal on the session's committed tokens, or None when it doesn't come within the patience.
+
+        mode, num_ahead: what the worker is to do until the next call.
+        """
         with self._waiting(names.PROPOSE) as wait:
-            response = await self._proposal(num_draft_tokens, num_accepted, patience_s, wait)
-            wait.proposed(response)
-            return response
+            proposal = await self._proposal(num_draft_tokens, num_accepted, patience_s, mode, num_ahead, wait)
+            wait.proposed(proposal)
+            return proposal
+
+    async def go_on(self, num_draft_tokens: int, num_accepted: int, mode: Mode, num_ahead: int) -> None:
+        """The same, when the proposal has been relayed already: nothing is waited for."""
+        if not self._in_time or self.gone:
+            return
+        self._answer = None
+        try:
+            await self._ask(num_draft_tokens, num_accepted, mode, num_ahead, None)
+        except SplitspecError as error:
+            self._lost(error)
+        self._asked, self._in_time = None, True
+
+    async def close(self) -> None:
+        """The final cut; the worker keeps the handle for its lease. Waits for an answer that is still due."""
+        self._in_time = False
+        if not await self._wait(lambda: self._opened and self._asked is None, _CLOSE_LIMIT_S):
+            self.cancel()
+            return
+        try:
+            message = common_pb2.Close(keep_handle=True)
+            await self._write(draft_pb2.DraftSessionRequest(stamp=self._session.stamp(), close=message))
+        except SplitspecError as error:
+            self._lost(error)
+        await self._wait(lambda: self._closed, _CLOSE_LIMIT_S)
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._receiving.cancel()
+        self.gone = True
 
     async def _proposal(
-        self, num_draft_tokens: int, num_accepted: int, patience_s: float, wait: Wait
+        self,
+        num_draft_tokens: int,
+        num_accepted: int,
+        patience_s: float,
+        mode: Mode,
+        num_ahead: int,
+        wait: Wait,
     ) -> common_pb2.Proposal | None:
         deadline = time.monotonic() + patience_s
+        self._in_time = False
         # The first answer may wait for the prompt. After a missed proposal only what has arrived counts.
-        if await self._settle(0 if self._opened else patience_s, wait.span) is None:
+        ready = await self._wait(
+            lambda: self._opened and self._asked is None, 0 if self._opened else patience_s, wait.span
+        )
+        if not ready:
             return None
-        stamp = self._session.next_round()
+        try:
+            await self._ask(num_draft_tokens, num_accepted, mode, num_ahead, wait.trace)
+        except SplitspecError as error:
+            self._lost(error, wait.span)
+            return None
+        self._in_time = await self._wait(
+            lambda: self._asked is None, max(0, deadline - time.monotonic()), wait.span
+        )
+        return self._answer if self._in_time else None
+
+    async def _ask(
+        self,
+        num_draft_tokens: int,
+        num_accepted: int,
+        mode: Mode,
+        num_ahead: int,
+        trace: common_pb2.TraceContext | None,
+    ) -> None:
+        self._answer, self._num_asked = None, num_draft_tokens
+        self._asked = stamp = self._session.next_round()
         message = draft_pb2.Propose(
             num_draft_tokens=num_draft_tokens,
             start=self._sent,
             token_ids=self._session.tokens[self._sent :],
             num_accepted=num_accepted,
             features=self._features,
+            mode=mode.value,
+            num_ahead=num_ahead,
         )
         self._sent = len(self._session.tokens)
         if self._features is not None:
             self._features_length = self._features.start + self._features.shape[0]
             self._features = None
-        request = draft_pb2.DraftSessionRequest(stamp=stamp, trace=wait.trace, propose=message)
-        self._pending = self._ask(self._exchange(request))
-        response = await self._settle(max(0, deadline - time.monotonic()), wait.span)
-        if response is None:
-            return None
-        proposal = response.proposal
-        if proposal.stamp != stamp or proposal.num_draft_tokens > num_draft_tokens:
-            log.warning("draft worker sent a wrong proposal", worker=self.worker_id, stamp=proposal.stamp)
-            self.cancel()
-            return None
-        return proposal
+        self._since = time.monotonic()
+        await self._write(draft_pb2.DraftSessionRequest(stamp=stamp, trace=trace, propose=message))
 
-    async def close(self) -> None:
-        """The final cut; the worker keeps the handle for its lease. Waits for an answer that is still due."""
-        if await self._settle(_CLOSE_LIMIT_S) is None:
-            self.cancel()
-            return
-        request = draft_pb2.DraftSessionRequest(
-            stamp=self._session.stamp(), close=common_pb2.Close(keep_handle=True)
-        )
-        self._pending = self._ask(self._exchange(request))
-        await self._settle(_CLOSE_LIMIT_S)
+    async def _receive(self, handle: str, held: int) -> None:
+        """Open the session, and take what comes until the stream ends."""
+        try:
+            await self._start(handle, held)
+            while not self._closed:
+                self._news.set()
+                response = await self._read()
+                self._closed = response.HasField("closed")
+                if response.HasField("proposal"):
+                    await self._take(response.proposal)
+        except SplitspecError as error:
+            self._lost(error)
+        finally:
+            self._news.set()
 
-    def cancel(self) -> None:
-        super().cancel()
-        self.gone = True
+    async def _start(self, handle: str, held: int) -> None:
+        stamp, start = self._session.stamp(), held if handle else 0
+        with self._waiting(names.OPEN) as wait:
+            while True:
+                message = self._open(handle, start, stamp.base_length, self._lease_ms, self.drafter)
+                await self._write(draft_pb2.DraftSessionRequest(stamp=stamp, trace=wait.trace, open=message))
+                response = await self._read()
+                handle, length = response.opened.handle, response.opened.length
+                if length == stamp.base_length:
+                    self._sent = length
+                    self._features_length = min(response.opened.features_length, length - 1)
+                    wait.opened(response.opened)
+                    self._opened, self.handle = True, handle
+                    return
+                if length >= start:
+                    raise OutOfSyncError(f"{self._name} took {length} of {stamp.base_length} tokens")
+                start = length
 
-    def _ask(self, exchange: Coroutine[Any, Any, Response]) -> asyncio.Task[Response]:
-        """Begin an exchange; its failure counts as seen even when nobody asks for the answer any more."""
-        self._asked = time.monotonic()
-        pending = asyncio.create_task(exchange)
-        pending.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return pending
-
-    async def _exchange(self, request: draft_pb2.DraftSessionRequest) -> draft_pb2.DraftSessionResponse:
-        await self._write(request)
-        return await self._read()
-
-    async def _settle(self, patience_s: float, span: Span = NO_SPAN) -> draft_pb2.DraftSessionResponse | None:
-        """The outstanding answer once it is there, or None: late, or the worker is gone. span: the wait's."""
-        done, _ = await asyncio.wait({self._pending}, timeout=patience_s)
-        if not done:
-            if time.monotonic() - self._asked > (_LOST_AFTER_S if self._opened else _OPEN_LIMIT_S):
-                log.warning("draft worker hangs", worker=self.worker_id, session=self._session.session_id)
+    async def _take(self, proposal: common_pb2.Proposal) -> None:
+        """The answer that is due, or a proposal ahead of the verdicts. Others were drafted for a verdict that
+        didn't come."""
+        drawing, round_number = self._session.drawing, proposal.stamp.round
+        assert drawing is not None
+        if self._asked is not None and round_number == self._asked.round:
+            if proposal.parent_round:
+                right = holds(proposal, self._session.tokens, drawing.rule)
+                if not right:
+                    return
+            else:
+                right = proposal.stamp == self._asked and proposal.num_draft_tokens <= self._num_asked
+            if not right:
+                log.warning("draft worker sent a wrong proposal", worker=self.worker_id, stamp=proposal.stamp)
                 self.cancel()
-            return None
-        error = self._pending.exception() if not self._pending.cancelled() else asyncio.CancelledError()
-        if error is not None:
-            span.fail(error)
-            if not self.gone:
-                log.warning(
-                    "draft worker lost",
-                    worker=self.worker_id,
-                    error=str(error),
-                    session=self._session.session_id,
-                )
-            self.cancel()
-            return None
-        response = self._pending.result()
-        if response.HasField("opened"):
-            self._opened, self.handle = True, response.opened.handle
-        return response
+            self._asked, self._answer = None, proposal
+        elif self._asked is None and self._in_time and self.relay and round_number > self._session.round:
+            with contextlib.suppress(SplitspecError):  # the target's: its next verdict tells
+                await self.relay(proposal)
+
+    async def _wait(self, ready: Callable[[], bool], patience_s: float, span: Span = NO_SPAN) -> bool:
+        """Whether it is so within the patience; no longer once the worker is gone. span: the wait's."""
+        deadline = time.monotonic() + patience_s
+        while not ready() and not self.gone:
+            self._news.clear()
+            try:
+                async with asyncio.timeout(max(0, deadline - time.monotonic())):
+                    await self._news.wait()
+            except TimeoutError:
+                if time.monotonic() - self._since > (_LOST_AFTER_S if self._opened else _OPEN_LIMIT_S):
+                    log.warning("draft worker hangs", worker=self.worker_id, session=self._session.session_id)
+                    self.cancel()
+                return False
+        if self.gone and self._error is not None:
+            span.fail(self._error)
+        return ready() and not self.gone
+
+    def _lost(self, error: SplitspecError, span: Span = NO_SPAN) -> None:
+        span.fail(error)
+        if not self.gone:
+            log.warning(
+                "draft worker lost",
+                worker=self.worker_id,
+                error=str(error),
+                session=self._session.session_id,
+            )
+        self._error = error
+        self.cancel()

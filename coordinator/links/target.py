@@ -12,6 +12,7 @@ from coordinator.stats import Stats, Wait
 from coordinator.workers import TargetHost
 from protos.v1 import common_pb2, target_pb2
 from splitspec.errors import OutOfSyncError, UnavailableError
+from splitspec.overlap import holds
 from splitspec.telemetry import names
 
 log = structlog.get_logger()
@@ -44,6 +45,10 @@ class TargetLink(Link[target_pb2.TargetSessionRequest, target_pb2.TargetSessionR
         self._next_round = 0
         #: Seconds of the target's last plain pass.
         self.plain_s: float | None = None
+        # Proposals that went out before their parent's verdict: the target verifies the one that holds.
+        self._relayed: list[common_pb2.Proposal] = []
+        # Round of the last of them that held.
+        self._relayed_up_to = 0
 
     async def open(self, handle: str, held: int, lease_ms: int) -> common_pb2.Opened:
         """Bring the session's tokens to the worker.
@@ -68,19 +73,41 @@ class TargetLink(Link[target_pb2.TargetSessionRequest, target_pb2.TargetSessionR
                 start = opened.length
 
     async def verify(self, proposal: common_pb2.Proposal, features_start: int | None) -> common_pb2.Verdict:
-        """The verdict on a proposal, which is relayed as it came.
+        """The verdict on a proposal, which is relayed as it came unless it was before.
 
         features_start: first token whose features it should bring; None for none.
         """
         with self._waiting(names.VERIFY) as wait:
-            request = target_pb2.TargetSessionRequest(
-                stamp=proposal.stamp,
-                trace=wait.trace,
-                verify=target_pb2.Verify(proposal=proposal, features_start=features_start),
-            )
             self._next_round = proposal.stamp.round
-            await self._write(request)
+            if proposal.stamp.round > self._relayed_up_to:
+                await self._send(proposal, features_start, wait.trace)
             return await self._verdict(wait)
+
+    async def relay(self, proposal: common_pb2.Proposal, features_start: int | None) -> None:
+        """Send on a proposal whose parent has no verdict yet. features_start: as for `verify`."""
+        self._relayed.append(proposal)
+        await self._send(proposal, features_start, None)
+
+    def continued(self) -> common_pb2.Proposal | None:
+        """Of the proposals that were relayed the one that holds now, which the target verifies next."""
+        parent, drawing = self._session.round, self._session.drawing
+        assert drawing is not None
+        for proposal in self._relayed:
+            if proposal.parent_round == parent and holds(proposal, self._session.tokens, drawing.rule):
+                self._relayed = [other for other in self._relayed if other.parent_round > parent]
+                self._relayed_up_to = proposal.stamp.round
+                return proposal
+        self._relayed.clear()
+        return None
+
+    async def _send(
+        self,
+        proposal: common_pb2.Proposal,
+        features_start: int | None,
+        trace: common_pb2.TraceContext | None,
+    ) -> None:
+        message = target_pb2.Verify(proposal=proposal, features_start=features_start)
+        await self._write(target_pb2.TargetSessionRequest(stamp=proposal.stamp, trace=trace, verify=message))
 
     async def decode(self, window: int, features_start: int | None) -> common_pb2.Verdict:
         """The next plain token. Keeps up to `window` tokens granted, so that none waits for a round trip.

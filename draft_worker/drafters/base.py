@@ -97,6 +97,27 @@ class FeatureDrafter(Drafter, Protocol):
         ...
 
 
+class PrefetchDrafter(Drafter, Protocol):
+    """A drafter of chains that can prepare for verdicts: its info.modes has prefetch."""
+
+    def guess(
+        self,
+        state: Any,
+        token_ids: Sequence[int],
+        draft: Draft,
+        drawing: Drawing,
+        noise: DraftCounterNoise,
+        counts: Sequence[int],
+    ) -> Steps[list[list[tuple[int, Any]]]]:
+        """[K + 1] lists of the likeliest next tokens after 0 to K accepted tokens of a draft: counts[k] of
+        them at most, the likeliest first, each with a state to draft on behind it.
+
+        state: as the draft's proposal on token_ids has left it; it and all the new ones hold their own text
+        from now on. A draft token itself isn't a next token after those before it.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Loading:
     """How drafters' models are loaded: see `CausalLM.load`."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
 from draft_worker.drafters.base import Kind, Loading, positive
-from draft_worker.drawing import DraftCounterNoise
+from draft_worker.drawing import DraftCounterNoise, ranking
 from draft_worker.eagle import trees
 from draft_worker.eagle.loading import load_eagle
 from draft_worker.eagle.model import EagleFeed, EagleLM
@@ -26,7 +26,7 @@ from splitspec.errors import InvalidRequestError, OutOfSyncError
 from splitspec.models import resolve_model
 from splitspec.sampling.rows import ProcessedRows
 from splitspec.tokens import common_prefix
-from splitspec.types import Drawing, Rule
+from splitspec.types import Drawing
 from splitspec.wire import Draft
 
 #: Where to draft and how many tokens, to how.
@@ -183,7 +183,7 @@ class EagleDrafter:
         self, state: EagleState, token_ids: Sequence[int], drawing: Drawing, growth: Growth
     ) -> Steps[Draft]:
         """Let a growth have the rows that it asks for, in the draft's ids."""
-        drawing, tokens = _ranking(self._vocabulary.drawing(drawing)), self._vocabulary.to_draft(token_ids)
+        drawing, tokens = ranking(self._vocabulary.drawing(drawing)), self._vocabulary.to_draft(token_ids)
         logits = state.next_logits
         row_of: dict[trees.Path, int] = {(): state.kv.length - 1}
         paths = next(growth)
@@ -202,14 +202,6 @@ class EagleDrafter:
                 paths=[[row_of[path[:end]] for end in range(len(path))] for path in paths],
             )
             logits = yield Pass(self._model, feed)
-
-
-def _ranking(drawing: Drawing) -> Drawing:
-    """At temperature 0 q is one-hot and ranks nothing: confidence is that of temperature 1 there."""
-    if drawing.rule is not Rule.GREEDY:
-        return drawing
-    sampling = replace(drawing.sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    return replace(drawing, rule=Rule.BLOCK, sampling=sampling)
 
 
 _TREES: Mapping[str, Callable[..., Growth]] = {

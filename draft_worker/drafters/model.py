@@ -8,7 +8,7 @@ from dataclasses import asdict
 import torch
 
 from draft_worker.drafters.base import Kind, Loading
-from draft_worker.drawing import DraftCounterNoise, draw
+from draft_worker.drawing import DraftCounterNoise, draw, ranking, runners_up
 from protos.v1 import draft_pb2
 from splitspec.engine.backends import load_model
 from splitspec.engine.feed import PIECE, Feed
@@ -18,8 +18,10 @@ from splitspec.engine.scheduler import Pass, Steps
 from splitspec.models import resolve_model
 from splitspec.sampling.rows import ProcessedRows
 from splitspec.tokens import common_prefix
-from splitspec.types import Drawing
+from splitspec.types import Drawing, Mode
 from splitspec.wire import Draft, SparseDistribution
+
+_MODES = [mode.value for mode in (Mode.PIPELINED, Mode.PREFETCH_PULL, Mode.PREFETCH_PUSH)]
 
 
 class ModelState:
@@ -37,7 +39,7 @@ class ModelDrafter:
     """Draws from a model, token by token (Leviathan et al., 2211.17192, section 2.1)."""
 
     def __init__(self, model: PagedLM, name: str, kind: str = "model") -> None:
-        self.info = draft_pb2.DrafterInfo(name=name, kind=kind, model=model.info)
+        self.info = draft_pb2.DrafterInfo(name=name, kind=kind, model=model.info, modes=_MODES)
         self.pools = (model.pool,)
         self._model = model
 
@@ -82,6 +84,30 @@ class ModelDrafter:
             drafted.append(token)
             distributions.append(q)
         return Draft(tuple(drafted), tuple(distributions))
+
+    def guess(
+        self,
+        state: ModelState,
+        token_ids: Sequence[int],
+        draft: Draft,
+        drawing: Drawing,
+        noise: DraftCounterNoise,
+        counts: Sequence[int],
+    ) -> Steps[list[list[tuple[int, ModelState]]]]:
+        """See PrefetchDrafter: one pass over the draft's K + 1 places. Nothing where the context ends."""
+        base, fed = len(token_ids), [token_ids[-1], *draft.token_ids]
+        if base + len(draft.token_ids) > self._model.info.max_context:
+            return []
+        self._rewind(state, base - 1)
+        logits = yield Pass(self._model, Feed(state.kv, fed, len(fed)))
+        state.next_logits = logits[-1:]
+        rows = ProcessedRows(logits, ranking(drawing), token_ids, draft.paths)
+        guesses = []
+        for place, count in enumerate(counts):
+            own = draft.token_ids[place : place + 1]
+            tokens = runners_up(drawing.rule, rows, place, base + place, count, own, noise)
+            guesses.append([(token, ModelState(state.kv.fork())) for token in tokens])
+        return guesses
 
     def rest(self, state: ModelState) -> None:
         state.kv.rest()

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.v1 import common_pb2 as protos_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/v1/draft.proto\x12\x0csplitspec.v1\x1a\x16protos/v1/common.proto\"#\n!DraftWorkerServiceDescribeRequest\"\xd2\x01\n\"DraftWorkerServiceDescribeResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12+\n\x08\x64rafters\x18\x03 \x03(\x0b\x32\x19.splitspec.v1.DrafterInfo\x12*\n\x06limits\x18\x04 \x01(\x0b\x32\x1a.splitspec.v1.WorkerLimits\x12&\n\x04load\x18\x05 \x01(\x0b\x32\x18.splitspec.v1.WorkerLoad\"\x81\x01\n\x0b\x44rafterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12&\n\x05model\x18\x03 \x01(\x0b\x32\x17.splitspec.v1.ModelInfo\x12.\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0b\x32\x1c.splitspec.v1.FeatureRequest\"\xe3\x01\n\x13\x44raftSessionRequest\x12\"\n\x05stamp\x18\x01 \x01(\x0b\x32\x13.splitspec.v1.Stamp\x12)\n\x05trace\x18\x02 \x01(\x0b\x32\x1a.splitspec.v1.TraceContext\x12\"\n\x04open\x18\x03 \x01(\x0b\x32\x12.splitspec.v1.OpenH\x00\x12(\n\x07propose\x18\x04 \x01(\x0b\x32\x15.splitspec.v1.ProposeH\x00\x12$\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x13.splitspec.v1.CloseH\x00\x42\t\n\x07message\"\xc1\x01\n\x07Propose\x12\x18\n\x10num_draft_tokens\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x14\n\x0cnum_accepted\x18\x04 \x01(\r\x12(\n\x08\x66\x65\x61tures\x18\x05 \x01(\x0b\x32\x16.splitspec.v1.Features\x12\'\n\x04mode\x18\x06 \x01(\x0e\x32\x19.splitspec.v1.OverlapMode\x12\x11\n\tnum_ahead\x18\x07 \x01(\r\"\x9d\x01\n\x14\x44raftSessionResponse\x12&\n\x06opened\x18\x01 \x01(\x0b\x32\x14.splitspec.v1.OpenedH\x00\x12*\n\x08proposal\x18\x02 \x01(\x0b\x32\x16.splitspec.v1.ProposalH\x00\x12&\n\x06\x63losed\x18\x03 \x01(\x0b\x32\x14.splitspec.v1.ClosedH\x00\x42\t\n\x07message\"V\n DraftWorkerServiceReleaseRequest\x12\"\n\x05stamp\x18\x01 \x01(\x0b\x32\x13.splitspec.v1.Stamp\x12\x0e\n\x06handle\x18\x02 \x01(\t\"5\n!DraftWorkerServiceReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\x32\xca\x02\n\x12\x44raftWorkerService\x12m\n\x08\x44\x65scribe\x12/.splitspec.v1.DraftWorkerServiceDescribeRequest\x1a\x30.splitspec.v1.DraftWorkerServiceDescribeResponse\x12Y\n\x0c\x44raftSession\x12!.splitspec.v1.DraftSessionRequest\x1a\".splitspec.v1.DraftSessionResponse(\x01\x30\x01\x12j\n\x07Release\x12..splitspec.v1.DraftWorkerServiceReleaseRequest\x1a/.splitspec.v1.DraftWorkerServiceReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/v1/draft.proto\x12\x0csplitspec.v1\x1a\x16protos/v1/common.proto\"#\n!DraftWorkerServiceDescribeRequest\"\xd2\x01\n\"DraftWorkerServiceDescribeResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12+\n\x08\x64rafters\x18\x03 \x03(\x0b\x32\x19.splitspec.v1.DrafterInfo\x12*\n\x06limits\x18\x04 \x01(\x0b\x32\x1a.splitspec.v1.WorkerLimits\x12&\n\x04load\x18\x05 \x01(\x0b\x32\x18.splitspec.v1.WorkerLoad\"\xab\x01\n\x0b\x44rafterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12&\n\x05model\x18\x03 \x01(\x0b\x32\x17.splitspec.v1.ModelInfo\x12.\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0b\x32\x1c.splitspec.v1.FeatureRequest\x12(\n\x05modes\x18\x05 \x03(\x0e\x32\x19.splitspec.v1.OverlapMode\"\xe3\x01\n\x13\x44raftSessionRequest\x12\"\n\x05stamp\x18\x01 \x01(\x0b\x32\x13.splitspec.v1.Stamp\x12)\n\x05trace\x18\x02 \x01(\x0b\x32\x1a.splitspec.v1.TraceContext\x12\"\n\x04open\x18\x03 \x01(\x0b\x32\x12.splitspec.v1.OpenH\x00\x12(\n\x07propose\x18\x04 \x01(\x0b\x32\x15.splitspec.v1.ProposeH\x00\x12$\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x13.splitspec.v1.CloseH\x00\x42\t\n\x07message\"\xc1\x01\n\x07Propose\x12\x18\n\x10num_draft_tokens\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x14\n\x0cnum_accepted\x18\x04 \x01(\r\x12(\n\x08\x66\x65\x61tures\x18\x05 \x01(\x0b\x32\x16.splitspec.v1.Features\x12\'\n\x04mode\x18\x06 \x01(\x0e\x32\x19.splitspec.v1.OverlapMode\x12\x11\n\tnum_ahead\x18\x07 \x01(\r\"\x9d\x01\n\x14\x44raftSessionResponse\x12&\n\x06opened\x18\x01 \x01(\x0b\x32\x14.splitspec.v1.OpenedH\x00\x12*\n\x08proposal\x18\x02 \x01(\x0b\x32\x16.splitspec.v1.ProposalH\x00\x12&\n\x06\x63losed\x18\x03 \x01(\x0b\x32\x14.splitspec.v1.ClosedH\x00\x42\t\n\x07message\"V\n DraftWorkerServiceReleaseRequest\x12\"\n\x05stamp\x18\x01 \x01(\x0b\x32\x13.splitspec.v1.Stamp\x12\x0e\n\x06handle\x18\x02 \x01(\t\"5\n!DraftWorkerServiceReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\x32\xca\x02\n\x12\x44raftWorkerService\x12m\n\x08\x44\x65scribe\x12/.splitspec.v1.DraftWorkerServiceDescribeRequest\x1a\x30.splitspec.v1.DraftWorkerServiceDescribeResponse\x12Y\n\x0c\x44raftSession\x12!.splitspec.v1.DraftSessionRequest\x1a\".splitspec.v1.DraftSessionResponse(\x01\x30\x01\x12j\n\x07Release\x12..splitspec.v1.DraftWorkerServiceReleaseRequest\x1a/.splitspec.v1.DraftWorkerServiceReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,17 +37,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTWORKERSERVICEDESCRIBERESPONSE']._serialized_start=101
   _globals['_DRAFTWORKERSERVICEDESCRIBERESPONSE']._serialized_end=311
   _globals['_DRAFTERINFO']._serialized_start=314
-  _globals['_DRAFTERINFO']._serialized_end=443
-  _globals['_DRAFTSESSIONREQUEST']._serialized_start=446
-  _globals['_DRAFTSESSIONREQUEST']._serialized_end=673
-  _globals['_PROPOSE']._serialized_start=676
-  _globals['_PROPOSE']._serialized_end=869
-  _globals['_DRAFTSESSIONRESPONSE']._serialized_start=872
-  _globals['_DRAFTSESSIONRESPONSE']._serialized_end=1029
-  _globals['_DRAFTWORKERSERVICERELEASEREQUEST']._serialized_start=1031
-  _globals['_DRAFTWORKERSERVICERELEASEREQUEST']._serialized_end=1117
-  _globals['_DRAFTWORKERSERVICERELEASERESPONSE']._serialized_start=1119
-  _globals['_DRAFTWORKERSERVICERELEASERESPONSE']._serialized_end=1172
-  _globals['_DRAFTWORKERSERVICE']._serialized_start=1175
-  _globals['_DRAFTWORKERSERVICE']._serialized_end=1505
+  _globals['_DRAFTERINFO']._serialized_end=485
+  _globals['_DRAFTSESSIONREQUEST']._serialized_start=488
+  _globals['_DRAFTSESSIONREQUEST']._serialized_end=715
+  _globals['_PROPOSE']._serialized_start=718
+  _globals['_PROPOSE']._serialized_end=911
+  _globals['_DRAFTSESSIONRESPONSE']._serialized_start=914
+  _globals['_DRAFTSESSIONRESPONSE']._serialized_end=1071
+  _globals['_DRAFTWORKERSERVICERELEASEREQUEST']._serialized_start=1073
+  _globals['_DRAFTWORKERSERVICERELEASEREQUEST']._serialized_end=1159
+  _globals['_DRAFTWORKERSERVICERELEASERESPONSE']._serialized_start=1161
+  _globals['_DRAFTWORKERSERVICERELEASERESPONSE']._serialized_end=1214
+  _globals['_DRAFTWORKERSERVICE']._serialized_start=1217
+  _globals['_DRAFTWORKERSERVICE']._serialized_end=1547
 # @@protoc_insertion_point(module_scope)

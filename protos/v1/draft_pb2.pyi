@@ -90,6 +90,7 @@ class DrafterInfo(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
+    MODES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name that sessions use."""
     kind: _builtins.str
@@ -102,6 +103,10 @@ class DrafterInfo(_message.Message):
     def features(self) -> _common_pb2.FeatureRequest:
         """Target features that it drafts from; absent for none."""
 
+    @_builtins.property
+    def modes(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.OverlapMode.ValueType]:
+        """What it can do while the target verifies, beside waiting."""
+
     def __init__(
         self,
         *,
@@ -109,10 +114,11 @@ class DrafterInfo(_message.Message):
         kind: _builtins.str = ...,
         model: _common_pb2.ModelInfo | None = ...,
         features: _common_pb2.FeatureRequest | None = ...,
+        modes: _abc.Iterable[_common_pb2.OverlapMode.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "kind", b"kind", "model", b"model", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "kind", b"kind", "model", b"model", "modes", b"modes", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

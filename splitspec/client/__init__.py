@@ -26,7 +26,7 @@ from splitspec.client.values import (
     TokenLogprob,
     Usage,
 )
-from splitspec.types import FinishReason, Origin, Rule
+from splitspec.types import FinishReason, Mode, Origin, Rule
 
 __all__ = [
     "AcceptanceStats",
@@ -41,6 +41,7 @@ __all__ = [
     "Generation",
     "Logprobs",
     "Message",
+    "Mode",
     "ModelInfo",
     "Origin",
     "Prompt",

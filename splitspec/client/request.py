@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex, TypeAlias, TypedDict
 from protos.v1 import common_pb2, coordinator_pb2
 from splitspec.client.values import Message
 from splitspec.errors import InvalidRequestError
-from splitspec.types import MAX_MESSAGE_BYTES, Rule, Sampling, Stop
+from splitspec.types import MAX_MESSAGE_BYTES, Mode, Rule, Sampling, Stop
 
 #: Text, chat messages, or token ids.
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[Mapping[str, str]] | Sequence[int]
@@ -22,7 +22,7 @@ class GenerateOptions(TypedDict, total=False):
     default is 1. seed: makes the output repeatable, however it is speculated.
     logprobs: log-probabilities of each token and of so many of the most probable ones.
     max_tokens, min_tokens, stop (strings), stop_token_ids, ignore_eos: when to end.
-    speculate, num_draft_tokens, drafter, rule: how to speculate; never changes the output's distribution.
+    speculate, num_draft_tokens, drafter, rule, mode: how to speculate; the distribution stays the same.
     session_id: conversation to continue or begin; without it the session ends with the request.
     request_id: makes a retried call idempotent. resume_offset: its tokens that the caller already has.
     tenant: nothing is shared across tenants.
@@ -51,6 +51,7 @@ class GenerateOptions(TypedDict, total=False):
     num_draft_tokens: int | None
     drafter: str
     rule: Rule | None
+    mode: Mode | None
     session_id: str
     request_id: str
     resume_offset: int
@@ -61,7 +62,7 @@ class GenerateOptions(TypedDict, total=False):
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> coordinator_pb2.GenerateRequest:
     """Raises InvalidRequestError for what is wrong by itself; the server knows the rest."""
-    rule = options.get("rule")
+    rule, mode = options.get("rule"), options.get("mode")
     request = coordinator_pb2.GenerateRequest(
         request_id=options.get("request_id", ""),
         session_id=options.get("session_id", ""),
@@ -73,6 +74,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> coordinator_pb
             num_draft_tokens=_optional_uint32("num_draft_tokens", options.get("num_draft_tokens")),
             drafter=options.get("drafter", ""),
             rule=rule.value if rule else common_pb2.VERIFICATION_RULE_UNSPECIFIED,
+            mode=mode.value if mode else common_pb2.OVERLAP_MODE_UNSPECIFIED,
         ),
         resume_offset=_uint32s("resume_offset", [options.get("resume_offset", 0)])[0],
         one_token_per_chunk=options.get("one_token_per_chunk", False),

@@ -50,6 +50,21 @@ class KV:
         self.token_ids.clear()
         self.num_tree_tokens = 0
 
+    def fork(self) -> KV:
+        """Another KV of the same tokens: it shares all blocks, and a write into one that is shared copies it.
+
+        Raises ValueError for one that ends in a tree.
+        """
+        if self.num_tree_tokens:
+            raise ValueError("the KV ends in a tree: choose a path of it before it is forked")
+        copy = KV(self._pool)
+        for block in self.table:
+            self._pool.hold(block)
+        copy.table.extend(self.table)
+        copy.token_ids.extend(self.token_ids)
+        copy._keys[:] = self._keys
+        return copy
+
     def rest(self) -> None:
         """Nobody works on the session for now: where room is needed, its blocks may be taken back."""
         self._pool.rest(self)

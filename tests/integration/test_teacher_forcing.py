@@ -28,7 +28,7 @@ async def test_every_token_is_the_argmax_up_to_a_near_tie(demo_model: Path) -> N
         ) as stack,
         AsyncClient(stack.address) as client,
     ):
-        for prompt in SHORT[:4]:
+        for prompt in SHORT[:2]:
             for drafter, k in (("model", 4), ("lookup", 8), ("", 0)):
                 result = await client.generate(
                     prompt, temperature=0, max_tokens=32, num_draft_tokens=k, drafter=drafter
