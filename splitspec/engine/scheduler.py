@@ -188,7 +188,9 @@ class Scheduler:
                 return False
             if not isinstance(job, _Job):
                 _call(job)
-            elif not job.left:
+            elif job.left:
+                _on_loop(job.future, job.future.cancel)
+            else:
                 self._advance(job, None)
         return True
 

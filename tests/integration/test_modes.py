@@ -1,0 +1,91 @@
+"""Modes that overlap, through the whole service: what they draft ahead changes no token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from splitspec.cli.stack import Stack
+from splitspec.client import AsyncClient, Mode, Result, Rule
+from tests.integration.conftest import PATIENT
+
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+
+#: Of 20 tokens each.
+PROMPTS = [list(range(start, start + 20)) for start in (1000, 2000, 3000)]
+AHEAD = (Mode.PIPELINED, Mode.PREFETCH_PULL, Mode.PREFETCH_PUSH)
+#: The target itself, which is always right, and most of its layers, which are right now and then.
+DRAFTERS = ("model", "layer_skip")
+LENGTH = 48
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def stack(tiny_model: Path) -> AsyncIterator[Stack]:
+    drafters = [f"model={tiny_model}", f"layer_skip={tiny_model}"]
+    async with Stack(model=tiny_model, drafters=drafters, coordinator_args=PATIENT) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(stack: Stack) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(stack.address) as connected:
+        yield connected
+
+
+async def generate(
+    client: AsyncClient, prompt: list[int], mode: Mode, drafter: str = "", rule: Rule | None = None
+) -> Result:
+    return await client.generate(
+        prompt,
+        temperature=0.0 if rule is None else 1.0,
+        # Few, so that a draft is right now and then.
+        allowed_token_ids=[] if rule is None else range(100, 106),
+        seed=None if rule is None else 5,
+        rule=rule,
+        max_tokens=LENGTH,
+        ignore_eos=True,
+        speculate=mode is not Mode.PLAIN,
+        mode=mode,
+        num_draft_tokens=4,
+        drafter=drafter,
+    ).result()
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("mode", AHEAD)
+@pytest.mark.parametrize("rule", [None, Rule.SHARED_NOISE], ids=["greedy", "shared_noise"])
+async def test_text_is_that_of_plain_decoding(
+    client: AsyncClient, rule: Rule | None, mode: Mode, drafter: str
+) -> None:
+    plain = [(await generate(client, prompt, Mode.PLAIN, rule=rule)).token_ids for prompt in PROMPTS]
+    results = await asyncio.gather(*(generate(client, prompt, mode, drafter, rule) for prompt in PROMPTS))
+    for result in results: print(mode, drafter, rule, result.finished.acceptance)
+    assert [result.token_ids for result in results] == plain
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("mode", [Mode.PREFETCH_PULL, Mode.PREFETCH_PUSH])
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
+async def test_what_is_prepared_is_what_would_be_drafted(
+    client: AsyncClient, rule: Rule, mode: Mode, drafter: str
+) -> None:
+    """The same rounds to the token: a branch that is sent is the proposal that it stands for."""
+    sequential = await asyncio.gather(
+        *(generate(client, prompt, Mode.SEQUENTIAL, drafter, rule) for prompt in PROMPTS)
+    )
+    results = await asyncio.gather(*(generate(client, prompt, mode, drafter, rule) for prompt in PROMPTS))
+    for one, other in zip(results, sequential, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.finished.acceptance == other.finished.acceptance
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
+async def test_pipelined_holds_the_bonus_back(client: AsyncClient, rule: Rule, drafter: str) -> None:
+    result = await generate(client, PROMPTS[0], Mode.PIPELINED, drafter, rule)
+    print(result.finished.acceptance)
+    assert len(result.token_ids) == LENGTH
