@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from coordinator.control.estimates import Acceptance, Draft, Drafter, Ratio, Shared
+from coordinator.control.estimates import Draft, Drafter, Outcomes, Shared
 from coordinator.control.forecast import Arm, Forecast, Inputs
 from coordinator.control.seen import RoundSeen
 from coordinator.control.trying import Trying
@@ -16,10 +16,8 @@ from splitspec.types import MAX_NUM_DRAFT_TOKENS, Mode
 
 #: The current choice is kept unless another is predicted to be this much better.
 _HYSTERESIS = 1.05
-#: Draft tokens that a session must have seen, or all of them, for the draft to be known.
-_KNOWN_TRIALS = 8.0
-#: What finding out about an unknown draft may cost, in plain tokens.
-_FIRST_TRIES = 8.0
+#: Draft tokens of all sessions from which on a drafter is known.
+_KNOWN_TRIALS = 24.0
 #: ms per draft token before any was seen, over those of a plain token.
 _FIRST_DRAFT = 0.125
 
@@ -97,6 +95,7 @@ class Controller:
         self._arm = _PLAIN
         self._trying = Trying()
         self._started = False
+        self._plain_ms = 0.0
 
     def use_target(self, worker_id: str) -> None:
         """Go on with another target worker."""
@@ -118,8 +117,7 @@ class Controller:
 
     def _begin(self, draft: Draft) -> None:
         self._draft = draft
-        self._acceptance = Acceptance(decay=0.92, prior=draft.drafter.acceptance)
-        self._hits = Ratio(decay=0.95)
+        self._outcomes = Outcomes(draft.drafter)
 
     def choose(self, limit: int) -> Choice:
         """What the next round does. limit: longest proposal that it may ask for, 0 for none."""
@@ -128,11 +126,12 @@ class Controller:
             return Choice(Mode.PLAIN, 0, 1)
         limit = min(limit, MAX_NUM_DRAFT_TOKENS) if self._drafting else 0
         forecast = Forecast.of(self._inputs())
-        self._start(forecast)
+        self._plain_ms = forecast.inputs.plain_ms
+        self._start()
         arms = self._arms(forecast, limit)
         self._arm = best = self._settled(forecast, arms, limit)
         tried = None
-        if self._trying.due(hurried=best == _PLAIN and self._acceptance.trials < _KNOWN_TRIALS):
+        if self._trying.due(best):
             tried = self._trying.choose(forecast, best, self._options(forecast, best, arms, limit))
         arm = tried or best
         self._target.place(self, arm.num_draft_tokens + 1)
@@ -144,21 +143,17 @@ class Controller:
     def observe(self, seen: RoundSeen) -> None:
         """Learn from a round that is over."""
         self._target.saw(self, seen.num_draft_tokens, seen.target)
-        if seen.num_asked:
-            self._acceptance.add(seen.num_asked, seen.num_accepted)
+        self._outcomes.saw(seen)
         if seen.draft is not None:
             self._draft.saw(seen.num_draft_tokens, seen.draft, prepared=bool(seen.hit))
-        if seen.hit is not None:
-            self._hits.add(seen.hit)
-            self._draft.drafter.hits.add(seen.hit)
-        self._trying.observe(seen)
+        self._trying.observe(seen, self._plain_ms)
 
-    def _start(self, forecast: Forecast) -> None:
-        """Once per request: the first who meets a draft may spend something to find out about it."""
+    def _start(self) -> None:
+        """Once per request: who meets a new drafter may spend something to find out about it."""
         if not self._started and self._drafting:
             self._started = True
             if self._draft.drafter.acceptance.trials < _KNOWN_TRIALS:
-                self._trying.grant(_FIRST_TRIES * forecast.inputs.plain_ms)
+                self._trying.begin(self._plain_ms)
 
     def _arms(self, forecast: Forecast, limit: int) -> list[Arm]:
         """Each mode that may be used, at its best length."""
@@ -177,6 +172,8 @@ class Controller:
         best_rate = max(rates)
         best = arms[rates.index(best_rate)]
         mode, k = self._arm
+        if best != _PLAIN and _PLAIN in arms and not self._trying.affordable(plain=mode is Mode.PLAIN):
+            return _PLAIN
         if all(arm.mode is not mode for arm in arms):
             return best
         current = Arm(mode, min(self._pinned or k, limit)) if mode is not Mode.PLAIN else _PLAIN
@@ -213,7 +210,7 @@ class Controller:
         if draft.proposal.known:
             token_ms = draft.proposal.slope
         return Inputs(
-            acceptance=self._acceptance.values,
+            acceptance=self._outcomes.acceptance.values,
             plain_ms=plain_ms,
             pass_ms=queue * target.busy.intercept,
             position_ms=queue * target.busy.slope * sessions,
@@ -222,7 +219,7 @@ class Controller:
             branch_ms=draft.branch.value(token_ms),
             round_trip_ms=target_trip_ms + draft.round_trip.value(target_trip_ms),
             target_round_trip_ms=target_trip_ms,
-            hit_rate=self._hits.value(draft.drafter.hit_rate),
+            hit_rate=self._outcomes.hit_rate,
             load=target.load,
             sessions=sessions,
         )

@@ -11,14 +11,17 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
-from coordinator.control.seen import Answer
+from coordinator.control.seen import Answer, RoundSeen
 from splitspec.types import MAX_NUM_DRAFT_TOKENS
 
 #: Guesses for a drafter that was never seen. Hopeful ones: what is tried is measured, what isn't never is.
 _FIRST_ACCEPTANCE = 0.8
-_FIRST_HIT_RATE = 0.7
+_FIRST_HIT_RATE = 0.9
 #: No draft token is certain: a run of accepted ones must not make K pointless to measure.
 _MOST_ACCEPTANCE = 0.99
+#: What a plain round leaves of what is known about the draft, to a session and to all of them.
+_FADING = 0.9
+_DRAFTER_FADING = 0.998
 #: Workers and drafters that are kept, the last used ones.
 _MOST_KEPT = 256
 
@@ -112,9 +115,11 @@ class Ratio:
         self._times = 0.0
         self.trials = 0.0
 
-    def add(self, happened: float, trials: float = 1.0) -> None:
-        self.trials = self.trials * self._decay + trials
-        self._times = self._times * self._decay + happened
+    def add(self, happened: float, trials: float = 1.0, decay: float | None = None) -> None:
+        """decay: of what was before, another than usual."""
+        decay = self._decay if decay is None else decay
+        self.trials = self.trials * decay + trials
+        self._times = self._times * decay + happened
 
     def value(self, base: float) -> float:
         return (self._times + self._weight * base) / (self.trials + self._weight)
@@ -123,57 +128,112 @@ class Ratio:
 class Acceptance:
     """P(draft token i is there and accepted | those before it were), i from 1, weighted over rounds.
 
-    Depths that are seldom reached lean on the depth before, and on how the drafter's depths compare: when a
-    session's first tokens fail, so will the later ones that it doesn't see any more.
+    A depth has few samples of its own: it leans on all depths together, in the shape that the drafter's
+    depths have. So a session whose first tokens fail expects it of the later ones, which it doesn't see.
     """
 
+    _WEIGHT = 6.0  # of what all depths say about one, in samples
+    _START = 8.0  # samples that the guess counts as in the beginning, to be forgotten like any others
+    _SURPRISE = 2.5  # standard deviations of the last few rounds from which on the rest is forgotten
+    _FORGET = 0.1
+
     def __init__(self, decay: float, prior: Acceptance | None = None) -> None:
+        """decay: per round. prior: what a session starts from; only a session follows sudden changes."""
+        self._decay = decay
         self._prior = prior
-        self._depths = [Ratio(decay) for _ in range(MAX_NUM_DRAFT_TOKENS)]
-        self._values: tuple[float, ...] | None = None
+        self._accepted = [0.0] * MAX_NUM_DRAFT_TOKENS
+        self._reached = [0.0] * MAX_NUM_DRAFT_TOKENS
+        self._all = Ratio(decay)
+        self._all.add(self._START * self._base, self._START)
+        self._last = Ratio(0.8, weight=0.1)
 
     def add(self, num_asked: int, num_accepted: int) -> None:
         """A shorter proposal than asked for counts as a failure where it ends."""
         if self._prior is not None:
             self._prior.add(num_asked, num_accepted)
-        for depth, ratio in enumerate(self._depths):
-            if depth < num_accepted:
-                ratio.add(1)
-            else:  # those behind the failure age too
-                ratio.add(0, trials=float(depth == num_accepted < num_asked))
-        self._values = None
+        reached = min(num_accepted + 1, num_asked)
+        self._last.add(num_accepted, reached)
+        overall = self.overall
+        surprise = abs(self._last.value(overall) - overall) * self._last.trials**0.5
+        surprised = surprise > self._SURPRISE * (overall * (1 - overall)) ** 0.5
+        forgets = surprised and self._prior is not None
+        self._add(num_accepted, reached, self._FORGET if forgets else self._decay)
+
+    def fade(self, decay: float) -> None:
+        """A round without a draft: what isn't measured any more counts less."""
+        self._add(0, 0, decay)
+
+    def _add(self, accepted: int, reached: int, decay: float) -> None:
+        self._accepted = [decay * count + (i < accepted) for i, count in enumerate(self._accepted)]
+        self._reached = [decay * count + (i < reached) for i, count in enumerate(self._reached)]
+        self._all.add(accepted, reached, decay)
 
     @property
     def trials(self) -> float:
-        """Draft tokens that it knows of, at all depths."""
-        return sum(ratio.trials for ratio in self._depths)
+        """Draft tokens that it has seen judged, at all depths."""
+        return self._all.trials
 
     @property
-    def values(self) -> tuple[float, ...]:
-        """For each depth."""
-        if self._values is None or self._prior is not None:
-            self._values = self._computed()
-        return self._values
+    def overall(self) -> float:
+        """Of all depths together."""
+        return self._all.value(self._base)
 
-    def _computed(self) -> tuple[float, ...]:
-        guesses = (
-            self._prior.values if self._prior is not None else (_FIRST_ACCEPTANCE,) * MAX_NUM_DRAFT_TOKENS
-        )
-        values: list[float] = []
-        value = before = guesses[0]
-        for ratio, guess in zip(self._depths, guesses, strict=True):
-            value = min(ratio.value(value * guess / before), _MOST_ACCEPTANCE)
-            values.append(value)
-            before = guess
-        return tuple(values)
+    @property
+    def _base(self) -> float:
+        return self._prior.overall if self._prior is not None else _FIRST_ACCEPTANCE
+
+    @property
+    def values(self) -> list[float]:
+        """For each depth."""
+        weight, overall = self._WEIGHT, self.overall
+        shape = [1.0] * MAX_NUM_DRAFT_TOKENS if self._prior is None else self._prior.shape
+        return [
+            min((accepted + weight * overall * relative) / (reached + weight), _MOST_ACCEPTANCE)
+            for accepted, reached, relative in zip(self._accepted, self._reached, shape, strict=True)
+        ]
+
+    @property
+    def shape(self) -> list[float]:
+        """Each depth's over that of all together."""
+        overall = self.overall
+        return [value / overall for value in self.values]
+
+
+class Outcomes:
+    """What a session knows of its draft: acceptance and hits, which start from its drafter's."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.acceptance = Acceptance(0.97, drafter.acceptance)
+        self._hits = Ratio(0.97, weight=6.0)
+
+    @property
+    def hit_rate(self) -> float:
+        return self._hits.value(self._drafter.hit_rate)
+
+    def saw(self, seen: RoundSeen) -> None:
+        if seen.num_asked:
+            self.acceptance.add(seen.num_asked, seen.num_accepted)
+        else:
+            self._fade()
+        if seen.hit is not None:
+            self._hits.add(seen.hit)
+            self._drafter.hits.add(seen.hit)
+
+    def _fade(self) -> None:
+        """A plain session forgets, so that bad luck with a draft isn't for good."""
+        self.acceptance.fade(_FADING)
+        self._hits.add(0, 0, _FADING)
+        self._drafter.acceptance.fade(_DRAFTER_FADING)
+        self._drafter.hits.add(0, 0, _DRAFTER_FADING)
 
 
 class Drafter:
     """What is known of a drafter, on whatever worker and from all sessions: the start of a new one."""
 
     def __init__(self) -> None:
-        self.acceptance = Acceptance(decay=0.98)
-        self.hits = Ratio(decay=0.98)
+        self.acceptance = Acceptance(0.99)
+        self.hits = Ratio(0.99, weight=6.0)
 
     @property
     def hit_rate(self) -> float:

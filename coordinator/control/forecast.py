@@ -7,7 +7,7 @@ is the sum of the chances that its draft tokens are reached and accepted, plus o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -38,7 +38,7 @@ class Inputs:
     load: share of its time on the target that a proposal waits. sessions: on the target.
     """
 
-    acceptance: tuple[float, ...]
+    acceptance: Sequence[float]
     plain_ms: float
     pass_ms: float
     position_ms: float
@@ -93,12 +93,9 @@ class Forecast:
         if arm.mode is Mode.PLAIN:
             return min(1 + math.ceil(inputs.target_round_trip_ms / inputs.plain_ms), MOST_GRANTED)
         if arm.mode is Mode.PIPELINED:
-            return min(math.ceil(self._latency(k) / max(inputs.draft(k), 1e-3)), MOST_AHEAD)
+            latency = inputs.round_trip_ms + inputs.verify(k)
+            return max(1, min(math.ceil(latency / max(inputs.draft(k), 1e-3)), MOST_AHEAD))
         return branches if arm.mode in (Mode.PREFETCH_PULL, Mode.PREFETCH_PUSH) else 0
-
-    def _latency(self, k: int) -> float:
-        """From a proposal that leaves the draft worker to its verdict there."""
-        return self.inputs.round_trip_ms + self.inputs.verify(k)
 
     def _plain(self, _: int) -> float:
         """Granted ahead, so that the round trip is hidden."""
@@ -111,14 +108,16 @@ class Forecast:
     def _fresh(self, k: int) -> float:
         """A round whose proposal is drafted when it's asked for."""
         inputs = self.inputs
-        return inputs.draft(k) + inputs.round_trip_ms + inputs.verify(k + 1)
+        fixed = inputs.proposal_ms + inputs.round_trip_ms + inputs.pass_ms
+        return fixed + k * inputs.token_ms + (k + 1) * inputs.position_ms
 
     def _pipelined(self, k: int) -> float:
         """A chain of proposals up to the first failure: the latency of one, then the slowest of its stages
         for each that is accepted whole (2408.11850). Its tokens are those accepted and a correction."""
         inputs, whole = self.inputs, self.reached[k]
-        draft, first = inputs.draft(k), inputs.draft(k) + self._latency(k)
-        stage = max(draft, inputs.verify(k), first / (MOST_AHEAD + 1))
+        draft, verify = inputs.draft(k), inputs.verify(k)
+        first = draft + inputs.round_trip_ms + verify
+        stage = max(draft, verify, first / (MOST_AHEAD + 1))
         tokens = (self.tokens[k] - whole) / (1 - whole)
         return (first + stage * whole / (1 - whole)) / tokens
 

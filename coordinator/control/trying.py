@@ -1,4 +1,4 @@
-"""Rounds that try something else than the best that is known: on a fixed schedule, within a budget."""
+"""Rounds that try something else than the best that is known: on a fixed schedule, and within an account."""
 
 from __future__ import annotations
 
@@ -6,60 +6,71 @@ from collections.abc import Sequence
 
 from coordinator.control.forecast import Arm, Forecast
 from coordinator.control.seen import RoundSeen
+from splitspec.types import Mode
 
-#: Rounds between two tries; fewer while a plain session knows little of its draft.
-_PERIOD = 32
-_FIRST_PERIOD = 2
-#: Share of the time that tries may cost.
+#: Rounds between two tries. A plain session learns nothing of its draft but by tries: there the account rules.
+_PERIOD = 16
+_PLAIN_PERIOD = 4
+#: What tries may cost: a share of the time, and at once so many plain tokens for a draft that nobody knows.
 _SHARE = 0.01
+_UNKNOWN_TOKENS = 4.0
+#: What can be saved up for later tries, in plain tokens.
+_MOST_TOKENS = 8.0
+#: Debts, in plain tokens, beyond which plain decoding isn't left, and is gone back to whatever is predicted.
+_LEAVING_TOKENS = 8.0
+_RETURNING_TOKENS = 16.0
 
 
 class Trying:
-    """The account of one request's tries. One costs what the best arm would have made of its time."""
+    """Keeps one request's account: what its drafted rounds have won and lost against plain decoding, in ms.
+
+    A try must be covered by it. So a draft that is no good costs little more than the share.
+    """
 
     def __init__(self) -> None:
-        self._budget_ms = 0.0
-        self._charged_ms = 0.0
-        self._best_ms = 0.0
+        self._account_ms = self._plain_ms = 0.0
         self._rounds = 0
         self._turn = 0
         #: The try that is chosen and not yet made.
         self._arm: Arm | None = None
 
-    def grant(self, budget_ms: float) -> None:
-        """So much may be spent at once: for a draft that nobody knows."""
-        self._budget_ms += budget_ms
+    def begin(self, plain_ms: float) -> None:
+        """With a draft that nobody knows."""
+        self._account_ms += _UNKNOWN_TOKENS * plain_ms
 
-    def due(self, *, hurried: bool) -> bool:
+    def affordable(self, *, plain: bool) -> bool:
+        """Whether drafting may go on, or begin when the session is plain now."""
+        return self._account_ms >= -(_LEAVING_TOKENS if plain else _RETURNING_TOKENS) * self._plain_ms
+
+    def due(self, best: Arm) -> bool:
         """Whether the next round should be a try."""
-        return self._rounds >= (_FIRST_PERIOD if hurried else _PERIOD)
+        return self._rounds >= (_PLAIN_PERIOD if best.mode is Mode.PLAIN else _PERIOD)
 
     def choose(self, forecast: Forecast, best: Arm, options: Sequence[Arm]) -> Arm | None:
-        """The option whose turn it is, if it can be paid."""
+        """The option whose turn it is, if the account covers it."""
         if self._arm is not None and options:  # it waits until what was granted before it has come
             return self._arm
         self._arm = None
         if not options:
             return None
-        self._best_ms = 1000 / forecast.rate(best)
         arm = options[self._turn % len(options)]
-        tokens = forecast.tokens[arm.num_draft_tokens]
-        cost_ms = max(0.0, tokens * (1000 / forecast.rate(arm) - self._best_ms))
-        if cost_ms > self._budget_ms:
+        cost_ms = (
+            1000 * forecast.tokens[arm.num_draft_tokens] * (1 / forecast.rate(arm) - 1 / forecast.rate(best))
+        )
+        if cost_ms > self._account_ms:
             self._turn += 1
             return None
-        self._budget_ms -= cost_ms
-        self._charged_ms = cost_ms
         self._arm = arm
         return arm
 
-    def observe(self, seen: RoundSeen) -> None:
-        """Earn with every round; pay what a try has cost beyond what was expected."""
-        self._budget_ms += _SHARE * seen.duration_ms
+    def observe(self, seen: RoundSeen, plain_ms: float) -> None:
+        """Enter a round. plain_ms: what a token takes by plain decoding."""
+        self._plain_ms = plain_ms
+        won_ms = seen.num_tokens * plain_ms - seen.duration_ms if seen.num_asked else 0.0
+        account_ms = self._account_ms + won_ms + _SHARE * seen.duration_ms
+        self._account_ms = min(account_ms, _MOST_TOKENS * plain_ms)
         self._rounds += 1
         if self._arm is not None and bool(seen.num_asked) == bool(self._arm.num_draft_tokens):
-            cost_ms = seen.duration_ms - seen.num_tokens * self._best_ms
-            self._budget_ms -= max(0.0, cost_ms - self._charged_ms)
             self._arm = None
             self._turn += 1
             self._rounds = 0
