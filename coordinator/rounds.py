@@ -66,7 +66,7 @@ class Rounds:
             with self.stats.round() as span:
                 proposal = await self._propose()
                 verdict = await self._verify(proposal)
-                block = self._commit(verdict, span)
+                block = self._commit(verdict, span, ahead=proposal is not None and proposal.parent_round > 0)
             yield block
             if block.emission.finish is not None:
                 return
@@ -138,15 +138,15 @@ class Rounds:
             start = None  # what is granted now ends before another proposal is asked for
         return await self.target.decode(min(window, self.stopper.remaining), start)
 
-    def _commit(self, verdict: common_pb2.Verdict, span: Span) -> Block:
-        """Cut the verdict's tokens and commit them. span: the round's."""
+    def _commit(self, verdict: common_pb2.Verdict, span: Span, *, ahead: bool) -> Block:
+        """Cut the verdict's tokens and commit them. span: the round's. ahead: see Stats.count."""
         with span.child(names.COMMIT) as commit:
             self.session.check(verdict)
             offset = self.stopper.num_tokens
             emission = self.stopper.push(verdict.token_ids)
             kept = [token.token_id for token in emission.tokens]
             commit.set({names.NUM_TOKENS: len(kept)})
-            self.stats.count(verdict, len(kept))
+            self.stats.count(verdict, len(kept), ahead=ahead)
             self.session.commit(verdict, kept)
         if verdict.HasField("features") and self.drafting is not None and self.drafting.link is not None:
             self.drafting.link.bring(verdict.features)

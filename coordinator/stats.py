@@ -83,6 +83,7 @@ class Stats:
     missed_rounds: int = 0
     one_hot_tokens: int = 0
     seal_mismatches: int = 0
+    ahead_rounds: int = 0
     output_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -157,8 +158,11 @@ class Stats:
         self.metrics.add(names.PROMPT_TOKENS_CACHED, cached)
         self.span.set({names.INPUT_TOKENS: num_tokens, names.CACHED_TOKENS: cached})
 
-    def count(self, verdict: common_pb2.Verdict, num_kept: int) -> None:
-        """Count a round by its verdict, and the tokens that the final cut has kept of it."""
+    def count(self, verdict: common_pb2.Verdict, num_kept: int, *, ahead: bool) -> None:
+        """Count a round by its verdict, and the tokens that the final cut has kept of it.
+
+        ahead: its proposal was drafted before the verdict before it was known.
+        """
         self.output_tokens += num_kept
         self.metrics.add(names.GENERATION_TOKENS, num_kept)
         self.metrics.add_round(verdict)
@@ -180,6 +184,7 @@ class Stats:
         self.histogram[verdict.num_accepted] += 1
         self.longest = max(self.longest, verdict.num_draft_tokens)
         self.draft_tokens += verdict.num_draft_tokens
+        self.ahead_rounds += ahead
         self.next_tokens += len(verdict.token_ids) - verdict.num_accepted
         self.one_hot_tokens += verdict.num_one_hot
         self.seal_mismatches += verdict.seal_mismatch
@@ -232,6 +237,7 @@ class Stats:
             num_one_hot_tokens=self.one_hot_tokens,
             num_draft_missed_steps=self.missed_rounds,
             num_seal_mismatches=self.seal_mismatches,
+            num_ahead_steps=self.ahead_rounds,
         )
 
     def timings(self) -> coordinator_pb2.Timings:

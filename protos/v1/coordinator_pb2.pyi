@@ -550,6 +550,7 @@ class AcceptanceStats(_message.Message):
     NUM_ONE_HOT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_MISSED_STEPS_FIELD_NUMBER: _builtins.int
     NUM_SEAL_MISMATCHES_FIELD_NUMBER: _builtins.int
+    NUM_AHEAD_STEPS_FIELD_NUMBER: _builtins.int
     num_spec_steps: _builtins.int
     """Rounds with a proposal."""
     num_draft_tokens: _builtins.int
@@ -568,6 +569,8 @@ class AcceptanceStats(_message.Message):
     """Of the plain rounds, those in which a proposal was wanted but the draft worker was absent, dead or slow."""
     num_seal_mismatches: _builtins.int
     """Rounds whose distributions were sealed for something else, so that none was used."""
+    num_ahead_steps: _builtins.int
+    """Those of num_spec_steps whose proposal was drafted before the verdict before it was known."""
     @_builtins.property
     def acceptance_histogram(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Entry i: rounds in which exactly i draft tokens were accepted."""
@@ -585,10 +588,11 @@ class AcceptanceStats(_message.Message):
         num_one_hot_tokens: _builtins.int = ...,
         num_draft_missed_steps: _builtins.int = ...,
         num_seal_mismatches: _builtins.int = ...,
+        num_ahead_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "draft_acceptance_rate", b"draft_acceptance_rate", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_draft_missed_steps", b"num_draft_missed_steps", "num_draft_tokens", b"num_draft_tokens", "num_one_hot_tokens", b"num_one_hot_tokens", "num_plain_steps", b"num_plain_steps", "num_seal_mismatches", b"num_seal_mismatches", "num_spec_steps", b"num_spec_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "draft_acceptance_rate", b"draft_acceptance_rate", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_ahead_steps", b"num_ahead_steps", "num_draft_missed_steps", b"num_draft_missed_steps", "num_draft_tokens", b"num_draft_tokens", "num_one_hot_tokens", b"num_one_hot_tokens", "num_plain_steps", b"num_plain_steps", "num_seal_mismatches", b"num_seal_mismatches", "num_spec_steps", b"num_spec_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

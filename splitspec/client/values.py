@@ -119,6 +119,7 @@ class AcceptanceStats:
     num_one_hot_tokens: int
     num_draft_missed_steps: int
     num_seal_mismatches: int
+    num_ahead_steps: int
 
 
 @dataclass(frozen=True, slots=True)

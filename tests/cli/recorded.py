@@ -35,6 +35,7 @@ def result(
                 num_one_hot_tokens=0,
                 num_draft_missed_steps=0,
                 num_seal_mismatches=0,
+                num_ahead_steps=0,
             ),
             timings=Timings(
                 time_to_first_token_us=600_000,
