@@ -1,0 +1,178 @@
+"""A request's rounds with real links and real workers in one process, on a wire that delivers in any order.
+
+Each of the four directions keeps its own order, as a stream does; which of them delivers next, and how far
+the rest gets before it does, is drawn. The models run on their workers' threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from coordinator.drafting import Drafting
+from coordinator.links import DraftLink, TargetLink
+from coordinator.rounds import Rounds
+from coordinator.session import Session
+from coordinator.stats import Stats
+from coordinator.stopping import Stopper
+from coordinator.workers import DraftHost, TargetHost
+from draft_worker.servicer import DraftWorker
+from splitspec.config import CoordinatorSettings
+from splitspec.serving import EOF
+from splitspec.telemetry import Telemetry
+from splitspec.tokens import TokenLog
+from splitspec.types import Drawing, Mode, Output, Rule, Sampling, Stop
+from target_worker.servicer import TargetWorker
+
+K = 3
+_SETTINGS = CoordinatorSettings(model="simulated", draft_patience=1e4, draft_timeout_s=20, num_ahead=4)
+
+
+@dataclass
+class Pipe:
+    """One direction of a stream. delivered: what the receiver may read."""
+
+    under_way: deque[Any] = field(default_factory=deque)
+    delivered: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+
+    async def write(self, message: Any) -> None:
+        self.under_way.append(message)
+
+
+@dataclass
+class End:
+    """What one side of a stream has of it: a gRPC call, or a servicer's context."""
+
+    out: Pipe
+    into: Pipe
+
+    async def write(self, message: Any) -> None:
+        await self.out.write(message)
+
+    async def read(self) -> Any:
+        return await self.into.delivered.get()
+
+    def cancel(self) -> None:
+        self.into.under_way.append(EOF)
+        self.out.under_way.append(EOF)
+
+
+class Wire:
+    """The streams of one request. seed: of the order; None delivers all at once."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._pipes: list[Pipe] = []
+        self._random = None if seed is None else random.Random(seed)
+        #: Messages of each type that were delivered.
+        self.seen: list[Any] = []
+
+    def connect(self) -> tuple[End, End]:
+        there, back = Pipe(), Pipe()
+        self._pipes += [there, back]
+        return End(there, back), End(back, there)
+
+    async def deliver(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            waiting = [pipe for pipe in self._pipes if pipe.under_way]
+            if not waiting:
+                await asyncio.sleep(0.0002)
+                continue
+            for pipe in waiting if self._random is None else [self._random.choice(waiting)]:
+                message = pipe.under_way.popleft()
+                self.seen.append(message)
+                pipe.delivered.put_nowait(message)
+            if self._random is not None:
+                # Now and then the models get ahead of the messages.
+                await asyncio.sleep(0.002 if self._random.random() < 0.2 else 0)
+            await asyncio.sleep(0)
+
+
+class Worlds:
+    """Both workers, which serve one request after the other."""
+
+    def __init__(self, target: TargetWorker, draft: DraftWorker) -> None:
+        self._target = target
+        self._draft = draft
+        self._count = 0
+
+    async def run(
+        self,
+        prompt: list[int],
+        length: int,
+        mode: Mode,
+        rule: Rule,
+        seed: int,
+        order: int | None,
+        drafter: str,
+    ) -> tuple[list[int], Stats, Wire]:
+        """A request's tokens, what it counted, and the wire with all that went over it."""
+        self._count += 1
+        session = Session("", f"session {self._count}", 1, TokenLog(prompt))
+        greedy = rule is Rule.GREEDY
+        session.drawing = Drawing(
+            Sampling(temperature=0.0 if greedy else 1.0, seed=seed), rule, Output(len(prompt))
+        )
+        telemetry, wire = Telemetry(), Wire(order)
+        with telemetry.tracing.request(None) as span:
+            stats = Stats(span, telemetry.metrics, {})
+            async with self._streams(wire, session, stats, drafter) as (target, link):
+                drafting = None
+                if mode is not Mode.PLAIN:
+                    drafting = Drafting(_no_other, link, 100)
+                request: Any = SimpleNamespace(num_draft_tokens=K, mode=mode)
+                stopper = Stopper(
+                    Stop(), _NoText(), eos_token_ids=frozenset(), max_tokens=length, room=length
+                )
+                await target.open("", 0, 0)
+                rounds = Rounds(session, target, drafting, stopper, stats, request, _SETTINGS)
+                async for _ in rounds.run():
+                    pass
+        return session.tokens[len(prompt) :], stats, wire
+
+    @asynccontextmanager
+    async def _streams(
+        self, wire: Wire, session: Session, stats: Stats, drafter: str
+    ) -> AsyncIterator[tuple[TargetLink, DraftLink]]:
+        ours, theirs = wire.connect()
+        stub: Any = SimpleNamespace(TargetSession=lambda timeout: ours)
+        target_host = TargetHost("target", stub, self._target.describe())
+        draft_ours, draft_theirs = wire.connect()
+        draft_stub: Any = SimpleNamespace(DraftSession=lambda timeout: draft_ours)
+        draft_host = DraftHost("draft", draft_stub, self._draft.describe())
+        tasks = [
+            asyncio.create_task(self._target.TargetSession(None, theirs)),  # type: ignore[arg-type]
+            asyncio.create_task(self._draft.DraftSession(None, draft_theirs)),  # type: ignore[arg-type]
+            asyncio.create_task(wire.deliver()),
+        ]
+        target = TargetLink(target_host, session, stats, 20, None)
+        link = DraftLink(draft_host, drafter, session, stats, "", 0, 0, None)
+        try:
+            yield target, link
+        finally:
+            link.cancel()
+            target.cancel()
+            await asyncio.wait(tasks[:2], timeout=20)
+            tasks[2].cancel()
+        for task in tasks[:2]:
+            task.result()
+
+
+async def _no_other() -> None:
+    return None
+
+
+class _NoText:
+    """Detokenizer of a vocabulary without text."""
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
