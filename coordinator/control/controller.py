@@ -84,6 +84,7 @@ class Controller:
         """target: the worker's id. The draft worker comes with `use_draft`; until then all is plain."""
         self._shared = shared
         self._target = shared.target(target)
+        self._target.join(self)
         self._modes = [mode] if mode is not None else [each for each in Mode if each in {*modes, Mode.PLAIN}]
         self._pinned = num_draft_tokens
         self._branches = branches
@@ -95,12 +96,12 @@ class Controller:
         self._arm = _PLAIN
         self._trying = Trying()
         self._started = False
-        self._plain_ms = 0.0
 
     def use_target(self, worker_id: str) -> None:
         """Go on with another target worker."""
-        self._target.place(self, 0)
+        self._target.leave(self)
         self._target = self._shared.target(worker_id)
+        self._target.join(self)
 
     def use_draft(self, worker_id: str, drafter: str) -> None:
         """Go on with this draft worker. Another drafter's acceptance is learned anew."""
@@ -113,7 +114,7 @@ class Controller:
 
     def close(self) -> None:
         """The request's last round is over."""
-        self._target.place(self, 0)
+        self._target.leave(self)
 
     def _begin(self, draft: Draft) -> None:
         self._draft = draft
@@ -122,11 +123,9 @@ class Controller:
     def choose(self, limit: int) -> Choice:
         """What the next round does. limit: longest proposal that it may ask for, 0 for none."""
         if not self._target.busy.known:
-            self._target.place(self, 1)
             return Choice(Mode.PLAIN, 0, 1)
         limit = min(limit, MAX_NUM_DRAFT_TOKENS) if self._drafting else 0
         forecast = Forecast.of(self._inputs())
-        self._plain_ms = forecast.inputs.plain_ms
         self._start()
         arms = self._arms(forecast, limit)
         self._arm = best = self._settled(forecast, arms, limit)
@@ -134,7 +133,6 @@ class Controller:
         if self._trying.due(best):
             tried = self._trying.choose(forecast, best, self._options(forecast, best, arms, limit))
         arm = tried or best
-        self._target.place(self, arm.num_draft_tokens + 1)
         ahead = forecast.num_ahead(arm, self._branches)
         return Choice(
             arm.mode, arm.num_draft_tokens, ahead, tried is not None, forecast.rate(arm), forecast.inputs
@@ -142,18 +140,18 @@ class Controller:
 
     def observe(self, seen: RoundSeen) -> None:
         """Learn from a round that is over."""
-        self._target.saw(self, seen.num_draft_tokens, seen.target)
+        self._target.saw(seen.num_draft_tokens, seen.target)
         self._outcomes.saw(seen)
         if seen.draft is not None:
             self._draft.saw(seen.num_draft_tokens, seen.draft, prepared=bool(seen.hit))
-        self._trying.observe(seen, self._plain_ms)
+        self._trying.observe(seen, self._target.plain_ms)
 
     def _start(self) -> None:
         """Once per request: who meets a new drafter may spend something to find out about it."""
         if not self._started and self._drafting:
             self._started = True
             if self._draft.drafter.acceptance.trials < _KNOWN_TRIALS:
-                self._trying.begin(self._plain_ms)
+                self._trying.begin(self._target.plain_ms)
 
     def _arms(self, forecast: Forecast, limit: int) -> list[Arm]:
         """Each mode that may be used, at its best length."""
@@ -213,7 +211,7 @@ class Controller:
             acceptance=self._outcomes.acceptance.values,
             plain_ms=plain_ms,
             pass_ms=queue * target.busy.intercept,
-            position_ms=queue * target.busy.slope * sessions,
+            position_ms=queue * target.busy.slope,
             proposal_ms=draft.proposal.intercept,
             token_ms=token_ms,
             branch_ms=draft.branch.value(token_ms),

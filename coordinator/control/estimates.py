@@ -21,7 +21,7 @@ _FIRST_HIT_RATE = 0.9
 _MOST_ACCEPTANCE = 0.99
 #: What a plain round leaves of what is known about the draft, to a session and to all of them.
 _FADING = 0.9
-_DRAFTER_FADING = 0.998
+_DRAFTER_FADING = 0.9995
 #: Workers and drafters that are kept, the last used ones.
 _MOST_KEPT = 256
 
@@ -135,7 +135,7 @@ class Acceptance:
     _WEIGHT = 6.0  # of what all depths say about one, in samples
     _START = 8.0  # samples that the guess counts as in the beginning, to be forgotten like any others
     _SURPRISE = 2.5  # standard deviations of the last few rounds from which on the rest is forgotten
-    _FORGET = 0.1
+    _FORGET = 0.02
 
     def __init__(self, decay: float, prior: Acceptance | None = None) -> None:
         """decay: per round. prior: what a session starts from; only a session follows sudden changes."""
@@ -145,7 +145,7 @@ class Acceptance:
         self._reached = [0.0] * MAX_NUM_DRAFT_TOKENS
         self._all = Ratio(decay)
         self._all.add(self._START * self._base, self._START)
-        self._last = Ratio(0.8, weight=0.1)
+        self._last = Ratio(0.7, weight=0.1)
 
     def add(self, num_asked: int, num_accepted: int) -> None:
         """A shorter proposal than asked for counts as a failure where it ends."""
@@ -262,10 +262,10 @@ class Draft:
 
 
 class Target:
-    """What is known of one target worker, and the positions that this coordinator's sessions have on it.
+    """What is known of one target worker.
 
-    A pass is shared: its time is a line over the positions of all sessions, so that what one more position
-    costs is known with one session's price and the number of sessions that follow the same rule.
+    A pass is shared: its time is a line over the positions of all sessions in it, and what a position more
+    costs is paid by all of them.
     """
 
     def __init__(self) -> None:
@@ -273,25 +273,34 @@ class Target:
         self.busy = Line(slope_per_intercept=0.02)
         self.round_trip = Recent()
         self._queues = {True: Ratio(0.85, weight=0.1), False: Ratio(0.85, weight=0.1)}
-        self._positions: dict[Hashable, int] = {}
-        self._sum = 0
+        self._sessions: set[Hashable] = set()
+        self._positions = self._own = 1.0
+
+    def join(self, session: Hashable) -> None:
+        self._sessions.add(session)
+
+    def leave(self, session: Hashable) -> None:
+        self._sessions.discard(session)
 
     @property
-    def sessions(self) -> int:
-        return max(1, len(self._positions))
+    def sessions(self) -> float:
+        """Running sessions: those of this coordinator, or more when passes have more company."""
+        return max(1.0, len(self._sessions), self._positions / self._own)
 
-    def place(self, session: Hashable, positions: int) -> None:
-        """The session's next pass has so many positions; 0: it has left."""
-        self._sum += positions - self._positions.pop(session, 0)
-        if positions:
-            self._positions[session] = positions
-
-    def saw(self, session: Hashable, num_draft_tokens: int, answer: Answer) -> None:
-        others = self._sum - self._positions.get(session, 0)
-        self.busy.add(others + num_draft_tokens + 1, answer.busy_ms)
+    def saw(self, num_draft_tokens: int, answer: Answer) -> None:
+        own = num_draft_tokens + 1
+        positions = answer.positions or own
+        self._positions += 0.05 * (positions - self._positions)
+        self._own += 0.05 * (own - self._own)
+        self.busy.add(positions, answer.busy_ms)
         self.round_trip.add(answer.round_trip_ms)
         if answer.busy_ms > 0:  # no more than a few passes: the rest is a stall
             self._queues[num_draft_tokens > 0].add(min(answer.queue_ms / answer.busy_ms, 4.0))
+
+    @property
+    def plain_ms(self) -> float:
+        """What a plain token takes now, beside what others have in a pass."""
+        return (1 + self.queue(drafted=False)) * self.busy(max(1.0, 1 + self._positions - self._own))
 
     def queue(self, drafted: bool) -> float:
         """Wait before a pass, in passes. Plain tokens that were granted ahead hardly wait, proposals do."""

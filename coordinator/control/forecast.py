@@ -32,7 +32,7 @@ class Inputs:
     """What a forecast builds on. Times in ms.
 
     acceptance: by depth, from the first draft token on. plain_ms: per plain token. pass_ms, position_ms: a
-    verification takes pass_ms + n * position_ms over n positions, its queue included. proposal_ms, token_ms:
+    pass over n positions takes pass_ms + n * position_ms, its queue included. proposal_ms, token_ms:
     a proposal of K tokens takes proposal_ms + K * token_ms. branch_ms: a draft step over all branches that
     are prepared. round_trip_ms: both legs; target_round_trip_ms: the target's. hit_rate: of preparing.
     load: share of its time on the target that a proposal waits. sessions: on the target.
@@ -49,13 +49,24 @@ class Inputs:
     target_round_trip_ms: float
     hit_rate: float
     load: float = 0.0
-    sessions: int = 1
+    sessions: float = 1.0
 
     def draft(self, k: int) -> float:
         return self.proposal_ms + k * self.token_ms
 
-    def verify(self, positions: int) -> float:
-        return self.pass_ms + positions * self.position_ms
+    def verify(self, positions: int, away_ms: float = 0.0) -> float:
+        """A verification when all sessions do the same: each brings its positions to a pass, and is away from
+        the target for away_ms between two. So a position is priced for all that wait for it (2406.14066).
+
+        v = alone + shared * v / (v + away): another session is in the pass for the share of its time that it
+        isn't away.
+        """
+        alone = self.pass_ms + positions * self.position_ms
+        if self.sessions == 1:
+            return alone
+        shared = (self.sessions - 1) * positions * self.position_ms
+        half = (alone + shared - away_ms) / 2
+        return half + math.sqrt(half * half + alone * away_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +119,8 @@ class Forecast:
     def _fresh(self, k: int) -> float:
         """A round whose proposal is drafted when it's asked for."""
         inputs = self.inputs
-        fixed = inputs.proposal_ms + inputs.round_trip_ms + inputs.pass_ms
-        return fixed + k * inputs.token_ms + (k + 1) * inputs.position_ms
+        away_ms = inputs.proposal_ms + k * inputs.token_ms + inputs.round_trip_ms
+        return away_ms + inputs.verify(k + 1, away_ms)
 
     def _pipelined(self, k: int) -> float:
         """A chain of proposals up to the first failure: the latency of one, then the slowest of its stages

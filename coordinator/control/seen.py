@@ -12,19 +12,23 @@ class Answer:
     """A worker's answer; all in ms. busy_ms: model passes and sampling. total_ms: arrival to departure.
 
     wait_ms: from asking to the answer. None when that isn't a round trip and the worker's time: the answer
-    was there before it was asked for, or the worker had another message of the session in hand.
+    was there before it was asked for, or the worker had another message of the session in hand. positions:
+    of all sessions in the pass; None when the worker doesn't tell.
     """
 
     queue_ms: float
     busy_ms: float
     total_ms: float
     wait_ms: float | None = None
+    positions: int | None = None
 
     @classmethod
-    def of(cls, timings: common_pb2.ServerTimings, wait_s: float | None = None) -> Answer:
+    def of(
+        cls, timings: common_pb2.ServerTimings, wait_s: float | None = None, positions: int | None = None
+    ) -> Answer:
         busy_us = timings.model_us + timings.sampling_us
         wait_ms = None if wait_s is None else wait_s * 1e3
-        return cls(timings.queue_us / 1e3, busy_us / 1e3, timings.total_us / 1e3, wait_ms)
+        return cls(timings.queue_us / 1e3, busy_us / 1e3, timings.total_us / 1e3, wait_ms, positions)
 
     @property
     def round_trip_ms(self) -> float | None:

@@ -8,7 +8,7 @@ from coordinator.control.forecast import Arm, Forecast
 from coordinator.control.seen import RoundSeen
 from splitspec.types import Mode
 
-#: Rounds between two tries. A plain session learns nothing of its draft but by tries: there the account rules.
+#: Rounds between two tries. A plain session learns of its draft by tries alone: there the account rules.
 _PERIOD = 16
 _PLAIN_PERIOD = 4
 #: What tries may cost: a share of the time, and at once so many plain tokens for a draft that nobody knows.

@@ -154,7 +154,7 @@ CONTROL_LOAD = Attribute(
     "splitspec.control.load", "share of its time on the target that a proposal waits for the model"
 )
 CONTROL_SESSIONS = Attribute(
-    "splitspec.control.sessions", "running requests that this coordinator has on the target worker"
+    "splitspec.control.sessions", "requests that share the target worker, as far as the coordinator knows"
 )
 
 _SERVER_TIMES = (QUEUE_US, MODEL_US, SAMPLING_US, TOTAL_US)

@@ -155,7 +155,7 @@ class Crowd:
             accepted = world._accepted(k)
             self.tokens += accepted + 1
             total, leg = self.now - arrival, world.round_trip / 2
-            target = Answer(started - arrival, busy, total, total + leg if k else None)
+            target = Answer(started - arrival, busy, total, total + leg if k else None, positions)
             proposal = Answer(0.0, draft, draft, draft + leg) if k else None
             duration = self.now - self._started[session]
             self._started[session] = self.now
