@@ -49,6 +49,7 @@ _LEAD = 1e-3
 _LEAST_ACCEPTANCE = 0.35
 #: Half a million tokens in float32; each takes a key and a value of one element.
 _KV_BYTES = 4 * 2**20
+_SPIN_S = 0.0002
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
@@ -191,7 +192,7 @@ class SimulatedLM(PagedLM):
 
     def run(self, batch: Batch) -> torch.Tensor:
         """A row is that of its own token, the last on its path, in a chain and in a tree."""
-        return self._logits[torch.tensor([batch.token_ids[row] for row in batch.wanted], dtype=torch.int64)]
+        return torch.from_numpy(self._logits[[batch.token_ids[row] for row in batch.wanted]])
 
     def _follow_config(self) -> None:
         version = _version(self._directory)
@@ -208,7 +209,7 @@ class SimulatedLM(PagedLM):
 
     def _take(self, config: SimulatedConfig) -> None:
         self._config = config
-        self._logits = torch.from_numpy(np.log(config.probabilities())).float()
+        self._logits = np.log(config.probabilities()).astype(np.float32)
 
 
 def is_simulated(directory: Path) -> bool:
@@ -217,8 +218,12 @@ def is_simulated(directory: Path) -> bool:
 
 
 def sleep_until(due_s: float) -> None:
-    """Sleep until time.perf_counter() says so."""
-    time.sleep(max(0.0, due_s - time.perf_counter()))
+    """Return when time.perf_counter() says so. Spins for the last moment: who sleeps wakes up late."""
+    rest_s = due_s - time.perf_counter() - _SPIN_S
+    if rest_s > 0:
+        time.sleep(rest_s)
+    while time.perf_counter() < due_s:
+        pass
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

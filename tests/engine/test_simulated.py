@@ -117,12 +117,26 @@ def test_a_pass_takes_as_long_as_its_positions_of_all_sessions(
 
 
 def test_sleeping_ends_when_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sleeps for all but the last moment, and not at all when nothing is left."""
+    now = 10.0
     slept: list[float] = []
-    monkeypatch.setattr(time, "perf_counter", lambda: 10.0)
-    monkeypatch.setattr(time, "sleep", slept.append)
+
+    def clock() -> float:
+        nonlocal now
+        now += 1e-6
+        return now
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        slept.append(seconds)
+
+    monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr(time, "sleep", sleep)
     simulated.sleep_until(10.5)
+    assert now == pytest.approx(10.5, abs=3e-6)
     simulated.sleep_until(9.0)
-    assert slept == [0.5, 0.0]
+    assert slept == [pytest.approx(0.4998, abs=1e-5)]
 
 
 def test_a_running_model_takes_what_is_saved_anew(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
