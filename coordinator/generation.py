@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 import structlog
 
+from coordinator.control.controller import Controller
+from coordinator.control.estimates import Shared
 from coordinator.delivery import Delivery, Send
 from coordinator.drafting import Drafting
 from coordinator.links import DraftLink, TargetLink
@@ -32,7 +34,7 @@ from splitspec.errors import (
 )
 from splitspec.registry import WorkerHandle
 from splitspec.telemetry import names
-from splitspec.types import Drawing, Output
+from splitspec.types import Drawing, Mode, Output
 
 log = structlog.get_logger()
 
@@ -54,6 +56,7 @@ class Generation:
     send: Send
     deadline_s: float | None
     stats: Stats
+    control: Shared
 
     async def run(self) -> None:
         """From the session's record to the last event; whatever ends it, both workers are left."""
@@ -164,13 +167,25 @@ class Generation:
         await self._send_started(owned, note, opened.cached_length)
         if last is not None:
             await self._deliver_again(delivery, last)
-        rounds = Rounds(owned.session, target, drafting, stopper, self.stats, self.request, self.settings)
-        last = await self._run_rounds(rounds, owned, delivery, links)
+        with contextlib.closing(self._controller(target, drafting)) as control:
+            rounds = Rounds(owned.session, target, drafting, stopper, self.stats, control, self.settings)
+            last = await self._run_rounds(rounds, owned, delivery, links)
         if self._keep_kv_ms:
             with self.stats.span.child(names.CLOSE):
                 await self._leave_workers(rounds.target, drafting)
         drafter = drafting.drafter if drafting is not None else ""
         return self._finished(owned, note, last, stopper, opened.cached_length, drafter)
+
+    def _controller(self, target: TargetLink, drafting: Drafting | None) -> Controller:
+        link = drafting.link if drafting is not None else None
+        return Controller(
+            self.control,
+            target.worker_id,
+            link.modes if link is not None else tuple(Mode),
+            mode=self.request.mode if drafting is not None else None,
+            num_draft_tokens=self.request.num_draft_tokens,
+            branches=self.settings.num_ahead,
+        )
 
     def _finished(
         self,
@@ -201,7 +216,7 @@ class Generation:
 
     async def _open_drafting(self, owned: Ownership, links: contextlib.AsyncExitStack) -> Drafting | None:
         """The draft side, which opens beside the target's; None for plain decoding."""
-        if not self.request.num_draft_tokens:
+        if self.request.num_draft_tokens == 0:
             return None
 
         async def connect(held: WorkerHandle | None = None) -> DraftLink | None:
@@ -214,6 +229,7 @@ class Generation:
             if host is None:
                 log.warning("no draft worker", drafter=drafter, session=owned.session.session_id)
                 return None
+            host.check_mode(drafter, self.request.named_mode)
             same = held is not None and (held.worker_id, held.drafter) == (host.worker_id, drafter)
             handle = held.handle if held is not None and same else ""
             known = len(owned.record.token_ids)
@@ -304,6 +320,7 @@ class Generation:
                 if losses == _MOST_LOSSES:
                     raise
                 rounds.target, _ = await self._open_target(owned, links, lost.features, lost=lost)
+                rounds.control.use_target(rounds.target.worker_id)
 
     def _delivery(self, owned: Ownership, note: Note, links: contextlib.AsyncExitStack) -> Delivery:
         one_token_each = self.request.one_token_per_chunk

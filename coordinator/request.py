@@ -24,7 +24,8 @@ class Request:
     keep_kv: the session is the client's and outlives the request, on the workers too. keep_record_s: how
     long its record stays, for the next request or for a retry. digest: of the content, for a retry.
     sampling.seed is set. rule: what it is verified by, requested_rule: the one that it named.
-    num_draft_tokens: 0 decodes plainly. drafter: empty for the default one.
+    num_draft_tokens: 0 decodes plainly, None is chosen anew for each round. drafter: empty for the default
+    one. mode: None is chosen anew for each round. named_mode: the one that the request names.
     """
 
     request_id: str
@@ -38,9 +39,10 @@ class Request:
     stop: Stop
     rule: Rule
     requested_rule: Rule | None
-    num_draft_tokens: int
+    num_draft_tokens: int | None
     drafter: str
-    mode: Mode
+    named_mode: Mode | None
+    mode: Mode | None
     one_token_per_chunk: bool
     token_ids: tuple[int, ...]
     messages: tuple[coordinator_pb2.ChatMessage, ...]
@@ -75,10 +77,11 @@ class Request:
         if stop.min_tokens > settings.max_tokens:
             raise InvalidRequestError.of("stop.min_tokens", stop.min_tokens, f"0 to {settings.max_tokens}")
         speculation = message.speculation
+        mode = Mode.named(speculation.mode, "speculation.mode")
         num_draft_tokens = settings.num_draft_tokens
         if speculation.HasField("num_draft_tokens"):
             num_draft_tokens = speculation.num_draft_tokens
-        if num_draft_tokens > MAX_NUM_DRAFT_TOKENS:
+        if num_draft_tokens is not None and num_draft_tokens > MAX_NUM_DRAFT_TOKENS:
             raise InvalidRequestError.of(
                 "speculation.num_draft_tokens", num_draft_tokens, f"0 to {MAX_NUM_DRAFT_TOKENS}"
             )
@@ -94,9 +97,10 @@ class Request:
             stop=stop,
             rule=rule,
             requested_rule=requested,
-            num_draft_tokens=0 if speculation.disabled else num_draft_tokens,
+            num_draft_tokens=0 if speculation.disabled or mode is Mode.PLAIN else num_draft_tokens,
             drafter=speculation.drafter,
-            mode=Mode.named(speculation.mode, "speculation.mode") or Mode[settings.mode.upper()],
+            named_mode=mode,
+            mode=mode or settings.overlap_mode,
             one_token_per_chunk=message.one_token_per_chunk,
             token_ids=_token_ids(message, codec),
             messages=tuple(message.chat.messages),

@@ -10,12 +10,14 @@ target draws the next token. The output's distribution is the target's in every 
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
+from coordinator.control.controller import Choice, Controller
+from coordinator.control.seen import Answer, RoundSeen
 from coordinator.drafting import Drafting
 from coordinator.links import DraftLink, TargetLink
-from coordinator.request import Request
 from coordinator.session import Session
 from coordinator.stats import Stats
 from coordinator.stopping import Emission, Stopper
@@ -43,6 +45,26 @@ class Block:
     span: Span
 
 
+@dataclass(frozen=True)
+class Proposed:
+    """What came of asking for num_asked draft tokens; 0 when nothing was asked for.
+
+    proposal: None for a plain round. answer: the draft worker's, None when none came in time. prepared: the
+    worker had been told to prepare for verdicts. relayed: the target had the proposal before its turn.
+    """
+
+    num_asked: int = 0
+    proposal: common_pb2.Proposal | None = None
+    answer: Answer | None = None
+    prepared: bool = False
+    relayed: bool = False
+
+    @property
+    def ahead(self) -> bool:
+        """The proposal was drafted before the verdict before it was known."""
+        return self.proposal is not None and self.proposal.parent_round > 0
+
+
 @dataclass
 class Rounds:
     """One request's loop over its two links. `drafting` is None when nothing is to be drafted."""
@@ -52,91 +74,138 @@ class Rounds:
     drafting: Drafting | None
     stopper: Stopper
     stats: Stats
-    request: Request
+    control: Controller
     settings: CoordinatorSettings
 
     def __post_init__(self) -> None:
         self._num_accepted = 0
         self._misses = 0
         self._pause = 0
+        self._drafted_by: DraftLink | None = None
+        # Whether the last round had verdicts prepared for, and when its verdict came.
+        self._prepared = False
+        self._last = time.perf_counter()
 
     async def run(self) -> AsyncGenerator[Block, None]:
         """Yield each round's block until the output ends."""
         while True:
             with self.stats.round() as span:
-                proposal = await self._propose()
-                verdict = await self._verify(proposal)
-                block = self._commit(verdict, span, ahead=proposal is not None and proposal.parent_round > 0)
+                choice = self._choose()
+                span.set(choice.attributes())
+                proposed = await self._propose(choice)
+                verdict, answer = await self._verify(choice, proposed)
+                block = self._commit(verdict, span, ahead=proposed.ahead)
+                self._learn(proposed, verdict, answer)
             yield block
             if block.emission.finish is not None:
                 return
 
-    async def _propose(self) -> common_pb2.Proposal | None:
-        """A proposal, or None for a plain round."""
-        # A proposal of K tokens commits up to K + 1. K is fixed before anything is drawn.
-        num_draft_tokens = min(self.request.num_draft_tokens, self.stopper.remaining - 1)
+    def _choose(self) -> Choice:
+        """Mode and proposal length, fixed before anything is drawn."""
+        link = self.drafting.link if self.drafting is not None else None
+        if link is not self._drafted_by and link is not None:
+            self.control.use_draft(link.worker_id, link.drafter)
+            self._drafted_by = link
+        # A proposal of K tokens commits up to K + 1.
+        return self.control.choose(0 if self.drafting is None else max(0, self.stopper.remaining - 1))
+
+    async def _propose(self, choice: Choice) -> Proposed:
+        """A proposal, or none for a plain round."""
         link = self.drafting.link if self.drafting is not None else None
         continued = self.target.continued()
         if continued is not None:
-            return await self._continue(link, continued, num_draft_tokens)
+            return await self._continue(link, continued, choice)
         # The first round is plain: it brings the first token soonest, and tells what a plain round takes.
-        if self.drafting is None or num_draft_tokens < 1 or self.target.plain_s is None:
-            return None
+        if self.drafting is None or not choice.num_draft_tokens or self.target.plain_s is None:
+            return Proposed()
         self._pause = max(0, self._pause - 1)
-        if link is not None and not self._pause and not self.target.outstanding:
-            link.relay = self._relay
-            mode, num_ahead = self._ahead(link)
-            proposal = await link.propose(
-                num_draft_tokens, self._num_accepted, self._patience_s, mode, num_ahead
-            )
-            if proposal is not None:
-                self._misses = 0
-                return proposal if proposal.num_draft_tokens else None
+        if link is not None and not self._pause:
+            if self.target.outstanding:  # a proposal needs a target that stands still
+                return Proposed()
+            return await self._ask(link, choice)
+        self.stats.miss()
+        return Proposed()
+
+    async def _ask(self, link: DraftLink, choice: Choice) -> Proposed:
+        """A proposal of the draft worker's, waited for within the patience."""
+        link.relay = self._relay
+        started, k, prepared = time.perf_counter(), choice.num_draft_tokens, self._prepared
+        proposal = await link.propose(k, self._num_accepted, self._patience_s(k), *self._ahead(link, choice))
+        if proposal is None:
             self._misses += 1
             self._pause = min(2**self._misses, _LONGEST_PAUSE)
-        self.stats.miss()
-        return None
+            self.stats.miss()
+            return Proposed(k)
+        self._misses = 0
+        # One that had been drafted already says nothing about the worker and the way to it.
+        wait_s = None if proposal.parent_round else time.perf_counter() - started
+        answer = Answer.of(proposal.timings, wait_s)
+        return Proposed(k, proposal if proposal.num_draft_tokens else None, answer, prepared)
 
     async def _continue(
-        self, link: DraftLink | None, proposal: common_pb2.Proposal, num_draft_tokens: int
-    ) -> common_pb2.Proposal:
+        self, link: DraftLink | None, proposal: common_pb2.Proposal, choice: Choice
+    ) -> Proposed:
         """The target has the proposal already; let the draft worker know that it holds."""
+        prepared = self._prepared
         if link is not None:
-            mode, num_ahead = self._ahead(link)
-            await link.go_on(max(1, num_draft_tokens), self._num_accepted, mode, num_ahead)
+            num_draft_tokens = max(1, choice.num_draft_tokens)
+            await link.go_on(num_draft_tokens, self._num_accepted, *self._ahead(link, choice))
         self.session.round = proposal.stamp.round
-        return proposal
+        answer = Answer.of(proposal.timings)
+        return Proposed(proposal.num_draft_tokens, proposal, answer, prepared, relayed=True)
 
     async def _relay(self, proposal: common_pb2.Proposal) -> None:
         await self.target.relay(proposal, self._features_start)
 
-    def _ahead(self, link: DraftLink) -> tuple[Mode, int]:
+    def _ahead(self, link: DraftLink, choice: Choice) -> tuple[Mode, int]:
         """What the draft worker is to do while the target verifies, but nothing that the end cuts off."""
-        rounds_left = self.stopper.remaining // (self.request.num_draft_tokens + 1) - 1
-        if self.request.mode not in link.modes or rounds_left < 1:
-            return Mode.SEQUENTIAL, 0
-        num_ahead = self.settings.num_ahead
-        return self.request.mode, min(
-            num_ahead, rounds_left
-        ) if self.request.mode is Mode.PIPELINED else num_ahead
+        rounds_left = self.stopper.remaining // (choice.num_draft_tokens + 1) - 1
+        mode = choice.mode if choice.mode in link.modes and rounds_left > 0 else Mode.SEQUENTIAL
+        self._prepared = mode in (Mode.PREFETCH_PULL, Mode.PREFETCH_PUSH)
+        return mode, min(choice.num_ahead, rounds_left) if mode is Mode.PIPELINED else choice.num_ahead
 
-    async def _verify(self, proposal: common_pb2.Proposal | None) -> common_pb2.Verdict:
-        """The target's verdict on the proposal, or its next plain token."""
-        start = self._features_start
-        if proposal is not None:
+    async def _verify(self, choice: Choice, proposed: Proposed) -> tuple[common_pb2.Verdict, Answer]:
+        """The target's verdict on the proposal, or its next plain token; with what it took."""
+        features, started = self._features_start, time.perf_counter()
+        if proposed.proposal is not None:
             try:
-                return await self.target.verify(proposal, start)
+                verdict = await self.target.verify(proposed.proposal, features)
             except InvalidRequestError as error:  # the proposal's fault, hence the draft worker's
                 assert self.drafting is not None
                 self.drafting.drop(error)
                 raise UnavailableError(f"the target worker refused a proposal: {error}") from error
-        # A proposal needs a target that stands still: run ahead only as far as surely none is made.
+            waited = not proposed.relayed
+        else:
+            waited = not self.target.outstanding
+            if self._pause > self.settings.decode_window:
+                features = None  # what is granted now ends before another proposal is asked for
+            verdict = await self.target.decode(min(self._window(choice), self.stopper.remaining), features)
+        return verdict, Answer.of(verdict.timings, time.perf_counter() - started if waited else None)
+
+    def _window(self, choice: Choice) -> int:
+        """Plain tokens to keep granted: only as far ahead as surely no proposal is made."""
         window = self.settings.decode_window
-        if self.drafting is not None and self.drafting.link is not None:
-            window = max(1, min(window, self._pause))
-        if self._pause > self.settings.decode_window:
-            start = None  # what is granted now ends before another proposal is asked for
-        return await self.target.decode(min(window, self.stopper.remaining), start)
+        if self.drafting is None or self.drafting.link is None:
+            return window
+        if choice.mode is not Mode.PLAIN or choice.tried:
+            return max(1, min(window, self._pause))
+        return choice.num_ahead
+
+    def _learn(self, proposed: Proposed, verdict: common_pb2.Verdict, answer: Answer) -> None:
+        now = time.perf_counter()
+        self.control.observe(
+            RoundSeen(
+                num_asked=proposed.num_asked,
+                num_draft_tokens=verdict.num_draft_tokens,
+                num_accepted=verdict.num_accepted,
+                num_tokens=len(verdict.token_ids),
+                duration_ms=(now - self._last) * 1e3,
+                target=answer,
+                draft=proposed.answer,
+                hit=proposed.ahead if proposed.proposal is not None and proposed.prepared else None,
+            )
+        )
+        self._last = now
 
     def _commit(self, verdict: common_pb2.Verdict, span: Span, *, ahead: bool) -> Block:
         """Cut the verdict's tokens and commit them. span: the round's. ahead: see Stats.count."""
@@ -164,9 +233,8 @@ class Rounds:
             return None
         return link.features_start
 
-    @property
-    def _patience_s(self) -> float:
+    def _patience_s(self, num_draft_tokens: int) -> float:
         """How long a proposal is waited for: what plain decoding would take for the same tokens."""
         assert self.target.plain_s is not None
-        plain_s = self.settings.draft_patience * (self.request.num_draft_tokens + 1) * self.target.plain_s
+        plain_s = self.settings.draft_patience * (num_draft_tokens + 1) * self.target.plain_s
         return min(plain_s, self.settings.draft_timeout_s)

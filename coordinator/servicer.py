@@ -6,6 +6,7 @@ import asyncio
 
 import grpc
 
+from coordinator.control.estimates import Shared
 from coordinator.generation import Generation
 from coordinator.ownership import Owner
 from coordinator.request import Request
@@ -30,6 +31,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._registry = registry
         self._codec = codec
         self._running = 0
+        self._control = Shared()
         self._telemetry = telemetry
         telemetry.metrics.watch(names.LIVE_SESSIONS, lambda: self._running)
         self._owner = Owner(registry, settings)
@@ -74,6 +76,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
                     send,
                     context.time_remaining(),
                     stats,
+                    self._control,
                 )
                 await generation.run()
             finally:
@@ -111,5 +114,5 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 max_tokens=self._settings.max_tokens,
             ),
             default_drafter=await self._workers.default_drafter(),
-            default_num_draft_tokens=self._settings.num_draft_tokens,
+            default_num_draft_tokens=self._settings.num_draft_tokens or 0,
         )

@@ -11,10 +11,17 @@ import grpc
 import structlog
 
 from protos.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
-from splitspec.errors import HandshakeError, NotFoundError, SplitspecError, UnavailableError, from_rpc_error
+from splitspec.errors import (
+    HandshakeError,
+    InvalidRequestError,
+    NotFoundError,
+    SplitspecError,
+    UnavailableError,
+    from_rpc_error,
+)
 from splitspec.registry import Registry, SessionRecord, WorkerEntry
 from splitspec.serving import CHANNEL_OPTIONS
-from splitspec.types import PROTOCOL_VERSION
+from splitspec.types import PROTOCOL_VERSION, Mode
 from splitspec.vocabulary import Vocabulary, check_same_vocabulary
 
 log = structlog.get_logger()
@@ -55,6 +62,21 @@ class DraftHost:
 
     def drafter(self, name: str) -> draft_pb2.DrafterInfo | None:
         return next((info for info in self.description.drafters if info.name == name), None)
+
+    def modes(self, name: str) -> frozenset[Mode]:
+        """What a drafter can do while the target verifies."""
+        info = self.drafter(name)
+        assert info is not None
+        return frozenset([Mode.PLAIN, Mode.SEQUENTIAL, *(Mode(value) for value in info.modes)])
+
+    def check_mode(self, name: str, mode: Mode | None) -> None:
+        """Raise InvalidRequestError for a mode, named by a request, that a drafter lacks."""
+        modes = self.modes(name)
+        if mode is not None and mode not in modes:
+            known = ", ".join(known.name.lower() for known in Mode if known in modes)
+            raise InvalidRequestError.of(
+                "speculation.mode", mode.name.lower(), f"one that drafter {name} has: {known}"
+            )
 
 
 H = TypeVar("H", bound=TargetHost | DraftHost)

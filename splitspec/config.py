@@ -35,7 +35,7 @@ from pydantic_settings import (
 )
 
 from splitspec.errors import ConfigError
-from splitspec.types import MAX_NUM_AHEAD, MAX_NUM_DRAFT_TOKENS
+from splitspec.types import MAX_NUM_AHEAD, MAX_NUM_DRAFT_TOKENS, Mode
 
 ENV_PREFIX = "SPLITSPEC_"
 
@@ -145,11 +145,16 @@ class CoordinatorSettings(ServerSettings):
         ..., min_length=1, description="The target model's name: its tokenizer is read from it."
     )
     drafter: str = Field("", description="Drafter of requests that name none; empty: the first at hand.")
-    num_draft_tokens: int = Field(
-        4, ge=0, le=MAX_NUM_DRAFT_TOKENS, description="Proposal length of requests that give none."
+    num_draft_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_NUM_DRAFT_TOKENS,
+        description="Proposal length of requests that give none; by default chosen anew for each round.",
     )
-    mode: str = Field(
-        "sequential", description="What draft workers do while the target verifies, unless a request says."
+    mode: Literal["auto", "plain", "sequential", "pipelined", "prefetch_pull", "prefetch_push"] = Field(
+        "auto",
+        description="What draft workers do while the target verifies, unless a request says; auto: chosen "
+        "anew for each round.",
     )
     num_ahead: int = Field(
         8,
@@ -190,6 +195,11 @@ class CoordinatorSettings(ServerSettings):
         ge=0,
         description="Rounds that take as long are traced even when their request isn't sampled; 0 for none.",
     )
+
+    @property
+    def overlap_mode(self) -> Mode | None:
+        """The mode of requests that name none; None when it is chosen."""
+        return None if self.mode == "auto" else Mode[self.mode.upper()]
 
 
 #: The processes by the name of their section in the file.

@@ -60,8 +60,8 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
         self.drafter = drafter
         #: What the drafter wants of the target; None for nothing.
         self.features = info.features if info.features.layers else None
-        #: What it can do while the target verifies, beside waiting.
-        self.modes = frozenset(Mode(value) for value in info.modes)
+        #: What it can do while the target verifies.
+        self.modes = host.modes(drafter)
         #: Tokens whose features the worker holds or was sent; None while it isn't open.
         self._features_length: int | None = None
         self._features: common_pb2.Features | None = None

@@ -268,7 +268,7 @@ class SpeculationOptions(_message.Message):
     disabled: _builtins.bool
     """Decode plainly when true."""
     num_draft_tokens: _builtins.int
-    """Proposal length K; 0 decodes plainly. Default: the server's setting."""
+    """Proposal length K; 0 decodes plainly. Default: the server's setting, else chosen anew for each round."""
     drafter: _builtins.str
     """Name of the drafter. Default: the server's setting."""
     rule: _common_pb2.VerificationRule.ValueType
@@ -727,7 +727,7 @@ class DescribeResponse(_message.Message):
     default_drafter: _builtins.str
     """Drafter of requests that name none; empty for plain decoding."""
     default_num_draft_tokens: _builtins.int
-    """Proposal length of requests that give none."""
+    """Proposal length of requests that give none; 0 when it is chosen anew for each round."""
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ModelInfo]:
         """Target models at hand."""

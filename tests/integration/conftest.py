@@ -36,7 +36,10 @@ async def stack(demo_model: Path) -> AsyncIterator[Stack]:
         yield running
 
 
-PATIENT = ["--draft-patience", "1000", "--draft-timeout-s", "5", "--draft-retry-s", "0.2"]
+PATIENT = [
+    *("--draft-patience", "1000", "--draft-timeout-s", "5", "--draft-retry-s", "0.2"),
+    *("--mode", "sequential", "--num-draft-tokens", "4"),
+]
 
 
 def tiny_stack(

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from coordinator.control.controller import Controller
+from coordinator.control.estimates import Shared
 from coordinator.drafting import Drafting
 from coordinator.links import DraftLink, TargetLink
 from coordinator.rounds import Rounds
@@ -126,12 +128,14 @@ class Worlds:
                 drafting = None
                 if mode is not Mode.PLAIN:
                     drafting = Drafting(_no_other, link, 100)
-                request: Any = SimpleNamespace(num_draft_tokens=K, mode=mode)
+                control = Controller(
+                    Shared(), "target", mode=mode, num_draft_tokens=K, branches=_SETTINGS.num_ahead
+                )
                 stopper = Stopper(
                     Stop(), _NoText(), eos_token_ids=frozenset(), max_tokens=length, room=length
                 )
                 await target.open("", 0, 0)
-                rounds = Rounds(session, target, drafting, stopper, stats, request, _SETTINGS)
+                rounds = Rounds(session, target, drafting, stopper, stats, control, _SETTINGS)
                 async for _ in rounds.run():
                     pass
         return session.tokens[len(prompt) :], stats, wire

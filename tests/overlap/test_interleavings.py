@@ -61,7 +61,12 @@ async def test_text_is_that_of_plain_decoding(worlds: Worlds, rule: Rule, mode: 
 @pytest.mark.parametrize("mode", AHEAD)
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
 async def test_text_is_the_same_in_every_order(worlds: Worlds, rule: Rule, mode: Mode, drafter: str) -> None:
-    """For prefetch it is that of drafting in sequence: the branch that is sent is the fresh proposal."""
+    """For prefetch it is that of drafting in sequence: the branch that is sent is the fresh proposal.
+
+    Where the output ends, a pipelined round may or may not have a bonus: nothing is drafted ahead there, but
+    what has been is verified as it was meant.
+    """
+    certain = LENGTH if mode is not Mode.PIPELINED else LENGTH - 3 * (K + 1)
     run = functools.partial(worlds.run, PROMPT, LENGTH, rule=rule, seed=7, drafter=drafter)
     texts: Counter[tuple[int, ...]] = Counter()
     if mode is not Mode.PIPELINED:
@@ -69,7 +74,7 @@ async def test_text_is_the_same_in_every_order(worlds: Worlds, rule: Rule, mode:
     ahead = 0
     for order in ORDERS:
         tokens, stats, _ = await run(mode=mode, order=order)
-        texts[tuple(tokens)] += 1
+        texts[tuple(tokens[:certain])] += 1
         assert stats.missed_rounds == 0
         ahead += stats.ahead_rounds
     assert len(texts) == 1
@@ -79,13 +84,13 @@ async def test_text_is_the_same_in_every_order(worlds: Worlds, rule: Rule, mode:
 async def test_stale_branches_cost_no_pass(worlds: Worlds) -> None:
     """Pushed branches that didn't come true are dropped by the target before any pass."""
     _, stats, wire = await worlds.run(
-        PROMPT, LENGTH, Mode.PREFETCH_PUSH, Rule.GREEDY, seed=7, order=1, drafter="fair"
+        PROMPT, LENGTH, Mode.PREFETCH_PUSH, Rule.GREEDY, seed=7, order=None, drafter="fair"
     )
     sent = [message for message in wire.seen if isinstance(message, target_pb2.TargetSessionRequest)]
     verdicts = [message for message in wire.seen if isinstance(message, target_pb2.TargetSessionResponse)]
     verified = sum(message.HasField("verify") for message in sent)
     answered = sum(message.HasField("verdict") for message in verdicts)
-    assert verified > 2 * stats.ahead_rounds > 0
+    assert verified > sum(stats.histogram.values()) > stats.ahead_rounds > 0
     # One verdict for each round that the request counted, and maybe one more that the end has cut off.
     assert answered - sum(stats.histogram.values()) - stats.plain_rounds in (0, 1)
     proposals = [
