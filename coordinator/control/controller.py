@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from operator import itemgetter
 
 from coordinator.control.estimates import Draft, Drafter, Outcomes, Shared
 from coordinator.control.forecast import Arm, Forecast, Inputs
@@ -16,8 +17,6 @@ from splitspec.types import MAX_NUM_DRAFT_TOKENS, Mode
 
 #: The current choice is kept unless another is predicted to be this much better.
 _HYSTERESIS = 1.05
-#: Draft tokens of all sessions from which on a drafter is known.
-_KNOWN_TRIALS = 24.0
 #: ms per draft token before any was seen, over those of a plain token.
 _FIRST_DRAFT = 0.125
 
@@ -95,7 +94,6 @@ class Controller:
         self._lengths: dict[Mode, int] = {}
         self._arm = _PLAIN
         self._trying = Trying()
-        self._started = False
 
     def use_target(self, worker_id: str) -> None:
         """Go on with another target worker."""
@@ -126,7 +124,7 @@ class Controller:
             return Choice(Mode.PLAIN, 0, 1)
         limit = min(limit, MAX_NUM_DRAFT_TOKENS) if self._drafting else 0
         forecast = Forecast.of(self._inputs())
-        self._start()
+        self._meet()
         arms = self._arms(forecast, limit)
         self._arm = best = self._settled(forecast, arms, limit)
         tried = None
@@ -146,12 +144,11 @@ class Controller:
             self._draft.saw(seen.num_draft_tokens, seen.draft, prepared=bool(seen.hit))
         self._trying.observe(seen, self._target.plain_ms)
 
-    def _start(self) -> None:
-        """Once per request: who meets a new drafter may spend something to find out about it."""
-        if not self._started and self._drafting:
-            self._started = True
-            if self._draft.drafter.acceptance.trials < _KNOWN_TRIALS:
-                self._trying.begin(self._target.plain_ms)
+    def _meet(self) -> None:
+        """The first session of a drafter may spend something to find out about it."""
+        if self._drafting and not self._draft.drafter.met:
+            self._draft.drafter.met = True
+            self._trying.begin(self._target.plain_ms)
 
     def _arms(self, forecast: Forecast, limit: int) -> list[Arm]:
         """Each mode that may be used, at its best length."""
@@ -166,13 +163,11 @@ class Controller:
 
     def _settled(self, forecast: Forecast, arms: list[Arm], limit: int) -> Arm:
         """The best arm, or the current one when it is nearly as good."""
-        rates = [forecast.rate(arm) for arm in arms]
-        best_rate = max(rates)
-        best = arms[rates.index(best_rate)]
+        best_rate, best = max([(forecast.rate(arm), arm) for arm in arms], key=itemgetter(0))
         mode, k = self._arm
         if best != _PLAIN and _PLAIN in arms and not self._trying.affordable(plain=mode is Mode.PLAIN):
             return _PLAIN
-        if all(arm.mode is not mode for arm in arms):
+        if best == self._arm or all(arm.mode is not mode for arm in arms):
             return best
         current = Arm(mode, min(self._pinned or k, limit)) if mode is not Mode.PLAIN else _PLAIN
         return best if best_rate > _HYSTERESIS * forecast.rate(current) else current

@@ -22,6 +22,7 @@ _MOST_ACCEPTANCE = 0.99
 #: What a plain round leaves of what is known about the draft, to a session and to all of them.
 _FADING = 0.9
 _DRAFTER_FADING = 0.9995
+_FLAT = [1.0] * MAX_NUM_DRAFT_TOKENS
 #: Workers and drafters that are kept, the last used ones.
 _MOST_KEPT = 256
 
@@ -146,6 +147,8 @@ class Acceptance:
         self._all = Ratio(decay)
         self._all.add(self._START * self._base, self._START)
         self._last = Ratio(0.7, weight=0.1)
+        self._rounds = 0
+        self._shape: list[float] | None = None
 
     def add(self, num_asked: int, num_accepted: int) -> None:
         """A shorter proposal than asked for counts as a failure where it ends."""
@@ -167,11 +170,7 @@ class Acceptance:
         self._accepted = [decay * count + (i < accepted) for i, count in enumerate(self._accepted)]
         self._reached = [decay * count + (i < reached) for i, count in enumerate(self._reached)]
         self._all.add(accepted, reached, decay)
-
-    @property
-    def trials(self) -> float:
-        """Draft tokens that it has seen judged, at all depths."""
-        return self._all.trials
+        self._rounds += 1
 
     @property
     def overall(self) -> float:
@@ -186,7 +185,7 @@ class Acceptance:
     def values(self) -> list[float]:
         """For each depth."""
         weight, overall = self._WEIGHT, self.overall
-        shape = [1.0] * MAX_NUM_DRAFT_TOKENS if self._prior is None else self._prior.shape
+        shape = _FLAT if self._prior is None else self._prior.shape
         return [
             min((accepted + weight * overall * relative) / (reached + weight), _MOST_ACCEPTANCE)
             for accepted, reached, relative in zip(self._accepted, self._reached, shape, strict=True)
@@ -194,9 +193,11 @@ class Acceptance:
 
     @property
     def shape(self) -> list[float]:
-        """Each depth's over that of all together."""
-        overall = self.overall
-        return [value / overall for value in self.values]
+        """Each depth's over that of all together. It changes slowly, and every session asks for it."""
+        if self._shape is None or self._rounds % 8 == 0:
+            overall = self.overall
+            self._shape = [value / overall for value in self.values]
+        return self._shape
 
 
 class Outcomes:
@@ -234,6 +235,8 @@ class Drafter:
     def __init__(self) -> None:
         self.acceptance = Acceptance(0.99)
         self.hits = Ratio(0.99, weight=6.0)
+        #: Whether a session has begun to find out about it.
+        self.met = False
 
     @property
     def hit_rate(self) -> float:

@@ -13,7 +13,7 @@ _PERIOD = 16
 _PLAIN_PERIOD = 4
 #: What tries may cost: a share of the time, and at once so many plain tokens for a draft that nobody knows.
 _SHARE = 0.01
-_UNKNOWN_TOKENS = 4.0
+_UNKNOWN_TOKENS = 6.0
 #: What can be saved up for later tries, in plain tokens.
 _MOST_TOKENS = 8.0
 #: Debts, in plain tokens, beyond which plain decoding isn't left, and is gone back to whatever is predicted.

@@ -123,19 +123,25 @@ def test_settles_within_twenty_rounds_of_a_change(before: World, change: dict[st
 def test_a_draft_that_pays_nothing_costs_less_than_three_percent(
     acceptance: float, round_trip: float
 ) -> None:
-    """From the very first request on, which knows nothing of the draft."""
-    speeds = []
+    """Over the first three requests ever. What is spent on finding out is spent once, in the first."""
+    first, later = [], []
     for seed in range(6):
         world, shared = World(acceptance, round_trip, hit_rate=0.2, seed=seed), Shared()
-        for _ in range(3):
-            control = controller(shared)
-            end = world.tokens + 400
-            while world.tokens < end:
-                choice = control.choose(min(MAX_NUM_DRAFT_TOKENS, end - world.tokens - 1))
-                control.observe(world.play(choice))
-            control.close()
-        speeds.append(world.tokens * (world.pass_ms + world.position_ms) / world.now)
-    assert mean(speeds) >= 0.97
+        first.append(speed_over_plain(shared, world))
+        later += [speed_over_plain(shared, world) for _ in range(2)]
+    assert mean(first) >= 0.95
+    assert mean(later) >= 0.98
+    assert mean([*first, *later]) >= 0.97
+
+
+def speed_over_plain(shared: Shared, world: World) -> float:
+    """Of a request of 400 tokens."""
+    control, began, end = controller(shared), world.now, world.tokens + 400
+    while world.tokens < end:
+        choice = control.choose(min(MAX_NUM_DRAFT_TOKENS, end - world.tokens - 1))
+        control.observe(world.play(choice))
+    control.close()
+    return 400 * (world.pass_ms + world.position_ms) / (world.now - began)
 
 
 def test_rounds_that_are_slower_than_forecast_are_given_up() -> None:
