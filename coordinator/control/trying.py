@@ -31,7 +31,7 @@ class Trying:
         self._account_ms = self._plain_ms = 0.0
         self._rounds = 0
         self._turn = 0
-        #: The try that is chosen and not yet made.
+        #: The try that was chosen for the next round.
         self._arm: Arm | None = None
 
     def begin(self, plain_ms: float) -> None:
@@ -47,9 +47,10 @@ class Trying:
         return self._rounds >= (_PLAIN_PERIOD if best.mode is Mode.PLAIN else _PERIOD)
 
     def choose(self, forecast: Forecast, best: Arm, options: Sequence[Arm]) -> Arm | None:
-        """The option whose turn it is, if the account covers it."""
-        if self._arm is not None and options:  # it waits until what was granted before it has come
-            return self._arm
+        """The option whose turn it is, if the account covers it.
+
+        It is chosen again until the round is made: tokens that were granted ahead may have to come first.
+        """
         self._arm = None
         if not options:
             return None
