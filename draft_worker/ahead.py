@@ -151,9 +151,10 @@ class Ahead:
             )
 
     def drop(self) -> None:
-        """The session ends: nothing more is drafted."""
+        """The session ends: nothing more is drafted, and no state is kept."""
         if self._root is not None:
             _drop(self._root)
+            self._root = None
         if self._going_on is not None:
             self._going_on.cancel()
 
@@ -182,10 +183,10 @@ class Ahead:
         self, root: Branch, num_ahead: int, send: Callable[[Any], Awaitable[None]] | None
     ) -> None:
         """Branches for the likeliest verdicts (2603.03251), drafted side by side."""
-        if not root.draft.token_ids or root.draft.parents:
+        if not root.draft.token_ids:
             return
         drafter = cast(PrefetchDrafter, self._drafter)
-        counts = self._fan_out.counts(len(root.draft.token_ids), num_ahead)
+        counts = self._fan_out.counts(root.draft, num_ahead)
         noise = DraftCounterNoise(self._drawing.seed, root.stamp.round)
         steps = drafter.guess(root.state, root.text, root.draft, self._drawing, noise, counts)
         self._guessing = _task(self._run(steps, Timer(), lambda: root.dropped))
@@ -194,10 +195,10 @@ class Ahead:
             return
         guesses = self._guessing.result()
         self._prepared = [len(after) for after in guesses]
-        for num_accepted, after in enumerate(guesses):
+        for path, after in zip(root.draft.paths, guesses, strict=False):
             for rank, (token, state) in enumerate(after, start=1):
-                outcome = common_pb2.ParentOutcome(num_accepted=num_accepted, next_token=token)
-                child = root.child((*root.draft.token_ids[:num_accepted], token), outcome, state)
+                outcome = common_pb2.ParentOutcome(num_accepted=len(path), next_token=token)
+                child = root.child((*path, token), outcome, state)
                 child.rank = rank
                 child.drafting = _task(self._draft_ahead(child, send))
 
@@ -233,12 +234,10 @@ class Ahead:
     def _learn(self, root: Branch, tokens: TokenLog, found: Branch | None) -> None:
         """Tell the fan-out what came of the root, if verdicts were prepared for."""
         prepared, self._prepared = self._prepared, []
-        grown = tuple(tokens[root.stamp.base_length :])
-        if not prepared or not grown:
-            return
-        num_accepted = len(grown) - 1
-        if num_accepted < len(prepared) and grown[:-1] == root.draft.token_ids[:num_accepted]:
-            self._fan_out.saw(num_accepted, prepared, found.rank if found is not None else 0)
+        grown, paths = tuple(tokens[root.stamp.base_length :]), root.draft.paths
+        if prepared and grown and grown[:-1] in paths:
+            place = paths.index(grown[:-1])
+            self._fan_out.saw(root.draft, place, prepared, found.rank if found is not None else 0)
 
 
 def _drop(branch: Branch) -> None:

@@ -221,8 +221,10 @@ class DraftSession(WorkerSession[Drafting]):
             )
             steps = None
             if features is not None:
-                steps = self._with_features(message.features.start, features, self._ahead.steps(branch))
+                steps = self._with_features(message.features.start, features, branch)
             await self._ahead.draft(branch, timer, steps)
+        elif features is not None:  # they come too late for it, but not for what goes on from it
+            await self.run(self._take_features(branch.state, message.features.start, features), timer)
         held.state.state = branch.state
 
         async def send(proposal: common_pb2.Proposal) -> None:
@@ -276,13 +278,18 @@ class DraftSession(WorkerSession[Drafting]):
             )
         return features
 
-    def _with_features(self, start: int, features: torch.Tensor, steps: Steps[Draft]) -> Steps[Draft]:
-        """Hand features over, and then make the proposal. Raises OutOfSyncError when some are left out."""
-        yield from self._drafter.feed(self._state, self.held.tokens)
-        held = self.features_length
+    def _with_features(self, start: int, features: torch.Tensor, branch: Branch) -> Steps[Draft]:
+        """Hand features over, and then make a branch's proposal."""
+        assert self._ahead is not None
+        yield from self._take_features(branch.state, start, features)
+        return (yield from self._ahead.steps(branch))
+
+    def _take_features(self, state: Any, start: int, features: torch.Tensor) -> Steps[None]:
+        """Hand features over. Raises OutOfSyncError when some before them are left out."""
+        yield from self._drafter.feed(state, self.held.tokens)
+        held = self._feature_drafter.held_features(state)
         if start > held:
             raise OutOfSyncError(
                 f"propose.features.start is {start}, but the worker holds those of {held} tokens"
             )
-        self._feature_drafter.take_features(self._state, start, features)
-        return (yield from steps)
+        self._feature_drafter.take_features(state, start, features)

@@ -98,7 +98,7 @@ class FeatureDrafter(Drafter, Protocol):
 
 
 class PrefetchDrafter(Drafter, Protocol):
-    """A drafter of chains that can prepare for verdicts: its info.modes has prefetch."""
+    """A drafter that can prepare for verdicts: its info.modes has prefetch."""
 
     def guess(
         self,
@@ -109,11 +109,12 @@ class PrefetchDrafter(Drafter, Protocol):
         noise: DraftCounterNoise,
         counts: Sequence[int],
     ) -> Steps[list[list[tuple[int, Any]]]]:
-        """[K + 1] lists of the likeliest next tokens after 0 to K accepted tokens of a draft: counts[k] of
-        them at most, the likeliest first, each with a state to draft on behind it.
+        """[K + 1] lists of the likeliest next tokens at each place of a draft, as its `paths` has them:
+        counts[place] of them at most, the likeliest first, each with a state to draft on behind it. Or no
+        lists at all.
 
-        state: as the draft's proposal on token_ids has left it; it and all the new ones hold their own text
-        from now on. A draft token itself isn't a next token after those before it.
+        state: of token_ids, which the draft was made on; it and all the new ones hold their own text from now
+        on. No draft token that follows at a place is a next token there.
         """
         ...
 

@@ -11,61 +11,43 @@ from typing import TypeAlias
 import torch
 
 from draft_worker.drafters.base import Kind, Loading, positive
-from draft_worker.drawing import DraftCounterNoise, ranking
+from draft_worker.drawing import DraftCounterNoise, ranking, runners_up
 from draft_worker.eagle import trees
 from draft_worker.eagle.loading import load_eagle
 from draft_worker.eagle.model import EagleFeed, EagleLM
 from draft_worker.eagle.network import EagleConfig
+from draft_worker.eagle.state import EagleState, Row
 from draft_worker.eagle.trees import Growth, Round
 from draft_worker.eagle.vocabulary import DraftVocabulary
 from protos.v1 import common_pb2, draft_pb2
 from splitspec.engine.blocks import BlockPool
-from splitspec.engine.kv import KV
 from splitspec.engine.scheduler import Pass, Steps
 from splitspec.errors import InvalidRequestError, OutOfSyncError
 from splitspec.models import resolve_model
 from splitspec.sampling.rows import ProcessedRows
 from splitspec.tokens import common_prefix
-from splitspec.types import Drawing
+from splitspec.types import Drawing, Mode
 from splitspec.wire import Draft
 
 #: Where to draft and how many tokens, to how.
 Grow: TypeAlias = Callable[[Round, int], Growth]
 
-
-class EagleState:
-    """One session. kv: a row for each committed token but the first, and draft rows while it drafts.
-
-    tokens: those that were fed last. features: [tokens, layers, hidden size] that have come for them, those
-    of token features_start on, and aren't in kv yet. next_logits: [1, draft vocabulary] of the last committed
-    row; None when it wasn't the last one fed.
-    """
-
-    def __init__(self, kv: KV, tenant: str) -> None:
-        self.kv = kv
-        self.tenant = tenant
-        self.first_token: int | None = None
-        self.tokens: Sequence[int] = ()
-        self.features: torch.Tensor | None = None
-        self.features_start = 0
-        self.next_logits: torch.Tensor | None = None
-
-    @property
-    def held_features(self) -> int:
-        """Tokens, from the first on, whose features were taken."""
-        return self.kv.length if self.features is None else self.features_start + len(self.features)
+_MODES = [mode.value for mode in (Mode.PREFETCH_PULL, Mode.PREFETCH_PUSH)]
 
 
 class EagleDrafter:
-    """Proposes from the target's features (2401.15077, 2503.01840): nothing before they have come.
+    """Proposes from the target's features (2401.15077, 2503.01840).
 
-    Committed rows are fed with the target's features and stay. Draft rows read the network's own outputs, and
-    are rolled back at the end: the target's features of what is accepted are better.
+    Committed rows are fed with the target's features and stay. Draft rows read the network's own outputs.
+    They stay until features come, which are better for what is accepted: so a text that goes on by draft
+    tokens and one more can be drafted on before the target has its features. Of others nothing is proposed.
     """
 
     def __init__(self, model: EagleLM, vocabulary: DraftVocabulary, name: str, grow: Grow) -> None:
         request = common_pb2.FeatureRequest(layers=model.config.feature_layers, dtype="bfloat16")
-        self.info = draft_pb2.DrafterInfo(name=name, kind="eagle", model=model.info, features=request)
+        self.info = draft_pb2.DrafterInfo(
+            name=name, kind="eagle", model=model.info, features=request, modes=_MODES
+        )
         self._model = model
         self._vocabulary = vocabulary
         self._grow = grow
@@ -86,8 +68,8 @@ class EagleDrafter:
         self._take_over(state, token_ids)
         if state.features is not None:
             known = state.features[: max(0, kept - state.features_start)]
-            state.features = known if state.kv.length >= state.features_start else None
-        return state.kv.length
+            state.features = known if state.num_featured >= state.features_start else None
+        return state.num_featured
         yield  # it is a job, but needs no pass
 
     def take_features(self, state: EagleState, start: int, features: torch.Tensor) -> None:
@@ -120,88 +102,147 @@ class EagleDrafter:
     ) -> Steps[Draft]:
         """See Drafter. Empty while features lack; a tree has at most num_draft_tokens nodes."""
         yield from self._feed_committed(state, token_ids)
-        committed = state.kv.length
         num_tokens = min(num_draft_tokens, self._model.info.max_context - len(token_ids))
-        if state.next_logits is None or committed < len(token_ids) - 1 or num_tokens < 1:
+        base = _assumed(state, token_ids)
+        if num_tokens < 1 or (base not in state.rows and base[:-1] not in state.rows):
             return Draft.certain(())
-        round_ = Round(drawing.rule, len(token_ids), self._vocabulary.noise(noise))
-        try:
-            growth = self._grow(round_, num_tokens)
-            draft = yield from self._draft(state, token_ids, drawing, growth)
-        finally:
-            state.kv.truncate(min(committed, state.kv.length))
-        return self._vocabulary.draft(draft)
+        yield from self._feed_drafted(state, [base])
+        growth = self._grow(Round(drawing.rule, len(token_ids), self._vocabulary.noise(noise)), num_tokens)
+        return self._vocabulary.draft((yield from self._draft(state, base, token_ids, drawing, growth)))
+
+    def guess(
+        self,
+        state: EagleState,
+        token_ids: Sequence[int],
+        draft: Draft,
+        drawing: Drawing,
+        noise: DraftCounterNoise,
+        counts: Sequence[int],
+    ) -> Steps[list[list[tuple[int, EagleState]]]]:
+        """See PrefetchDrafter. If features have come since the draft, its rows are fed again behind them."""
+        yield from self._feed_committed(state, token_ids)
+        base = _assumed(state, token_ids)
+        if base not in state.rows:
+            return []
+        places = [place for place, count in enumerate(counts) if count]
+        paths = [draft.paths[place] for place in places]
+        needed = {path[:end] for path in paths for end in range(1, len(path) + 1)}
+        for depth in range(1, max(map(len, needed), default=0) + 1):
+            yield from self._feed_drafted(state, [base + path for path in needed if len(path) == depth])
+        rows = ProcessedRows(
+            torch.stack([state.rows[base + path].logits for path in paths]),
+            ranking(self._vocabulary.drawing(drawing)),
+            self._to_draft(token_ids),
+            [self._to_draft(path) for path in paths],
+        )
+        known = self._vocabulary.noise(noise)
+        guesses: list[list[tuple[int, EagleState]]] = [[] for _ in counts]
+        for row, (place, path) in enumerate(zip(places, paths, strict=True)):
+            children = self._to_draft([draft.token_ids[node] for node in draft.children[place]])
+            position = len(token_ids) + len(path)
+            tokens = runners_up(drawing.rule, rows, row, position, counts[place], children, known)
+            guesses[place] = [(token, state.fork()) for token in self._vocabulary.to_target(tokens)]
+        return guesses
 
     def rest(self, state: EagleState) -> None:
+        state.drop_drafted()
         state.kv.rest()
 
     def free(self, state: EagleState) -> None:
         state.kv.free()
 
     def held_tokens(self, state: EagleState) -> int:
-        return state.kv.length
+        return state.num_featured
 
     def held_bytes(self, state: EagleState) -> int:
         return state.kv.num_bytes
 
     def _take_over(self, state: EagleState, token_ids: Sequence[int]) -> None:
-        """Keep the rows that the committed tokens have in common with those held; drop a text beyond the
+        """Keep the featured rows that the tokens have in common with those held; drop a text beyond the
         context. The last row is dropped too when its logits are gone: it has to be fed again.
         """
         state.kv.wake()
         text = token_ids[:] if len(token_ids) <= self._model.info.max_context else []
         first, rows = (text[0] if text else None), text[1:]
         if first != state.first_token:
-            state.kv.free()
-            state.kv, state.first_token = self._model.new_kv(state.tenant, first), first
-        kept = common_prefix(state.kv.token_ids, rows)
-        if kept < state.kv.length or not kept:
-            state.kv.truncate(kept)
-            state.next_logits = None
+            state.begin(self._model.new_kv(state.tenant, first), first)
+        kept = common_prefix(state.kv.token_ids[: state.num_featured], rows)
+        if kept < state.num_featured or not kept:
+            state.truncate(kept)
         if not kept:
             state.kv.adopt(rows[:-1])
-        elif kept == len(rows) and state.next_logits is None:
-            state.kv.truncate(kept - 1)
+            state.num_featured = state.kv.length
+        elif kept == len(rows) and () not in state.rows:
+            state.truncate(kept - 1)
 
     def _feed_committed(self, state: EagleState, token_ids: Sequence[int]) -> Steps[None]:
-        """Feed the rows that features have come for."""
+        """Feed the rows that features have come for, in place of those that were fed without.
+
+        They wait until that has succeeded: a job may be left in the middle of it.
+        """
         self._take_over(state, token_ids)
-        features, state.features = state.features, None
-        held = state.kv.length
-        if features is None or held < state.features_start:
+        held = state.num_featured
+        if state.features is None or held < state.features_start:
+            state.features = None
             return
-        features, rows = features[held - state.features_start :], token_ids[held + 1 :]
+        features, rows = state.features[held - state.features_start :], token_ids[held + 1 :]
         count = min(len(rows), len(features))
         if not count:
+            state.features = None
             return
+        state.truncate(held)
         feed = EagleFeed(state.kv, rows[:count], 1, features=features[:count])
         logits = yield Pass(self._model, feed)
-        state.next_logits = logits if count == len(rows) else None
+        state.num_featured, state.features = state.kv.length, None
+        if count == len(rows):
+            state.rows[()] = Row(state.kv.length - 1, logits[0])
         state.kv.finalise(state.kv.length)
 
+    def _feed_drafted(self, state: EagleState, paths: Sequence[tuple[int, ...]]) -> Steps[None]:
+        """Feed the rows of those paths that have none yet. Those of the paths without their last token are
+        held.
+        """
+        lacking = [path for path in paths if path not in state.rows]
+        if not lacking:
+            return
+        feed = EagleFeed(
+            state.kv,
+            [path[-1] for path in lacking],
+            len(lacking),
+            paths=[state.lead(path) for path in lacking],
+        )
+        held = state.kv.length
+        logits = yield Pass(self._model, feed)
+        state.rows |= {path: Row(held + index, logits[index]) for index, path in enumerate(lacking)}
+
     def _draft(
-        self, state: EagleState, token_ids: Sequence[int], drawing: Drawing, growth: Growth
+        self,
+        state: EagleState,
+        base: tuple[int, ...],
+        token_ids: Sequence[int],
+        drawing: Drawing,
+        growth: Growth,
     ) -> Steps[Draft]:
-        """Let a growth have the rows that it asks for, in the draft's ids."""
-        drawing, tokens = ranking(self._vocabulary.drawing(drawing)), self._vocabulary.to_draft(token_ids)
-        logits = state.next_logits
-        row_of: dict[trees.Path, int] = {(): state.kv.length - 1}
+        """Let a growth have the rows that it asks for, in the draft's ids. base: the path that it is on."""
+        drawing, tokens = ranking(self._vocabulary.drawing(drawing)), self._to_draft(token_ids)
         paths = next(growth)
         while True:
-            assert logits is not None
+            known = [(*base, *self._vocabulary.to_target(path)) for path in paths]
+            yield from self._feed_drafted(state, known)
+            logits = torch.stack([state.rows[path].logits for path in known])
             try:
                 paths = growth.send(ProcessedRows(logits, drawing, tokens, paths))
             except StopIteration as end:
                 draft: Draft = end.value
                 return draft
-            row_of |= {path: state.kv.length + index for index, path in enumerate(paths)}
-            feed = EagleFeed(
-                state.kv,
-                self._vocabulary.to_target([path[-1] for path in paths]),
-                len(paths),
-                paths=[[row_of[path[:end]] for end in range(len(path))] for path in paths],
-            )
-            logits = yield Pass(self._model, feed)
+
+    def _to_draft(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self._vocabulary.to_draft(token_ids))
+
+
+def _assumed(state: EagleState, token_ids: Sequence[int]) -> tuple[int, ...]:
+    """The tokens of a text behind those that the featured rows have read."""
+    return tuple(token_ids[state.num_featured + 1 :])
 
 
 _TREES: Mapping[str, Callable[..., Growth]] = {

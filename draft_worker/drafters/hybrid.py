@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from draft_worker.drafters import DrafterSpec, build_drafter
-from draft_worker.drafters.base import Drafter, FeatureDrafter, Kind, Loading, positive
+from draft_worker.drafters.base import Drafter, FeatureDrafter, Kind, Loading, PrefetchDrafter, positive
 from draft_worker.drafters.suffix import OPTIONS, SuffixDrafter, SuffixState, build_suffix
 from protos.v1 import draft_pb2
 from splitspec.errors import ConfigError
-from splitspec.types import Drawing
+from splitspec.types import Drawing, Mode
 from splitspec.wire import Draft
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from draft_worker.drawing import DraftCounterNoise
     from splitspec.engine.blocks import BlockPool
     from splitspec.engine.scheduler import Steps
+
+#: Those in which each text that is assumed has a state of its own.
+_MODES = {mode.value for mode in (Mode.PREFETCH_PULL, Mode.PREFETCH_PUSH)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +45,7 @@ class HybridDrafter:
         self.info = draft_pb2.DrafterInfo()
         self.info.CopyFrom(other.info)
         self.info.name, self.info.kind = name, "hybrid"
+        self.info.modes[:] = [mode for mode in other.info.modes if mode in _MODES]
         self._suffix = suffix
         self._other = other
         self._min_match = min_match
@@ -74,6 +78,23 @@ class HybridDrafter:
             if draft.token_ids:
                 return draft
         return Draft.certain(continuation.token_ids)
+
+    def guess(
+        self,
+        state: HybridState,
+        token_ids: Sequence[int],
+        draft: Draft,
+        drawing: Drawing,
+        noise: DraftCounterNoise,
+        counts: Sequence[int],
+    ) -> Steps[list[list[tuple[int, HybridState]]]]:
+        """See PrefetchDrafter; called when the other is one. The other guesses, whoever has proposed."""
+        other = cast(PrefetchDrafter, self._other)
+        guesses = yield from other.guess(state.other, token_ids, draft, drawing, noise, counts)
+        return [
+            [(token, HybridState(state.suffix.fork(), behind)) for token, behind in after]
+            for after in guesses
+        ]
 
     def rest(self, state: HybridState) -> None:
         self._suffix.rest(state.suffix)

@@ -98,6 +98,7 @@ class ModelDrafter:
         base, fed = len(token_ids), [token_ids[-1], *draft.token_ids]
         if base + len(draft.token_ids) > self._model.info.max_context:
             return []
+        yield from self.feed(state, token_ids)
         self._rewind(state, base - 1)
         logits = yield Pass(self._model, Feed(state.kv, fed, len(fed)))
         state.next_logits = logits[-1:]

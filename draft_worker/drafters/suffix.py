@@ -8,7 +8,7 @@ costs the round something. A match's length is a matter of committed tokens alon
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from draft_worker.automaton import SuffixAutomaton
@@ -27,11 +27,19 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class SuffixState:
-    """One session. drawing: of the request that its last proposal was for; None once that has ended."""
+    """One session. tokens: those that were read last; what is proposed on other texts shares the automaton.
+
+    drawing: of the request that its last proposal was for; None once that has ended.
+    """
 
     tenant: str
     automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    tokens: Sequence[int] = ()
     drawing: Drawing | None = None
+
+    def fork(self) -> SuffixState:
+        """Another state of the same text, which may read on in another way."""
+        return replace(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +86,7 @@ class SuffixDrafter:
         held = common_prefix(state.automaton.tokens, token_ids)
         state.automaton.truncate(held)
         state.automaton.extend(token_ids[held:])
+        state.tokens = token_ids[:]
         return held
 
     def continuation(self, state: SuffixState, num_draft_tokens: int, drawing: Drawing) -> Continuation:
@@ -95,7 +104,7 @@ class SuffixDrafter:
     def rest(self, state: SuffixState) -> None:
         """See Drafter. The request's answer becomes a past one."""
         if self._past is not None and state.drawing is not None:
-            answer = state.automaton.tokens[state.drawing.output.start :]
+            answer = state.tokens[state.drawing.output.start :]
             self._past.add(state.tenant, answer, state.drawing.seed)
         state.drawing = None
 
@@ -104,7 +113,7 @@ class SuffixDrafter:
         self.rest(state)
 
     def held_tokens(self, state: SuffixState) -> int:
-        return len(state.automaton.tokens)
+        return len(state.tokens)
 
     def held_bytes(self, state: SuffixState) -> int:
         return 0

@@ -165,13 +165,13 @@ class TestRows:
 class TestState:
     @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
     def test_after_every_number_accepted(self, drafter: EagleDrafter, sampling: Sampling) -> None:
-        """Draft rows are rolled back, and what was accepted is fed with the target's features."""
+        """Draft rows go, and what was accepted is fed with the target's features."""
         for accepted in range(5):
             tokens, state = TokenLog(tiny.text(9)), drafter.open()
             for _ in range(2):
                 draft = propose(drafter, state, tokens, 4, sampling)
                 assert len(draft.token_ids) == 4
-                assert state.kv.token_ids == tokens[1:]
+                assert drafter.held_tokens(state) == drafter.held_features(state) == len(tokens) - 1
                 tokens.extend([*draft.token_ids[:accepted], 96])
             last = propose(drafter, state, tokens, 4, sampling)
             eagles.assert_same_proposal(last, propose(drafter, drafter.open(), tokens, 4, sampling))
@@ -236,18 +236,23 @@ class TestState:
         again = propose(drafter, state, tokens, 3)
         assert again == propose(drafter, drafter.open(), tokens, 3)
 
-    def test_a_job_that_is_left_leaves_no_draft_rows(self, drafter: EagleDrafter) -> None:
-        state, tokens = drafter.open(), tiny.text(9)
-        drafter.take_features(state, 0, eagles.features(tokens)[:8])
-        steps = drafter.propose(state, tokens, 4, drawing_of(GREEDY), DraftCounterNoise(7, 1))
-        wanted = next(steps)
-        for _ in range(2):
-            (answer,) = wanted.model.forward_batch([wanted.feed])
-            wanted = steps.send(answer)
-        wanted.model.forward_batch([wanted.feed])
-        assert state.kv.length > 8
-        steps.close()
-        assert state.kv.length == 8
+    @pytest.mark.parametrize("num_passes", range(4))
+    def test_a_job_that_is_left_loses_nothing(self, drafter: EagleDrafter, num_passes: int) -> None:
+        """Between two passes, or with a pass that ran and whose answer it never got: features still wait."""
+        expected = propose(drafter, drafter.open(), tiny.text(9), 4)
+        for answered in (True, False):
+            state, tokens = drafter.open("another"), tiny.text(9)
+            drafter.take_features(state, 0, eagles.features(tokens)[:8])
+            steps = drafter.propose(state, tokens, 4, drawing_of(GREEDY), DraftCounterNoise(7, 1))
+            wanted = next(steps)
+            for _ in range(num_passes):
+                (answer,) = wanted.model.forward_batch([wanted.feed])
+                wanted = steps.send(answer)
+            if not answered:
+                wanted.model.forward_batch([wanted.feed])
+            steps.close()
+            assert drafter.held_features(state) == 8
+            eagles.assert_same_proposal(propose(drafter, state, tokens, 4), expected)
 
     def test_a_text_that_another_session_has_had(self, drafter: EagleDrafter) -> None:
         """Its full blocks are shared within a tenant, and their features needn't come again."""
@@ -362,7 +367,7 @@ class TestTrees:
             except StopIteration as end:
                 eagles.assert_same_proposal(draft, vocabulary.draft(end.value))
             assert len(draft.token_ids) == 10
-            assert state.kv.length == len(tokens) - 1
+            assert drafter.held_tokens(state) == len(tokens) - 1
             tokens = [*tokens, *max(draft.paths, key=len), 11]
 
 
