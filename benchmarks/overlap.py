@@ -121,11 +121,11 @@ class Bench:
         if found.acceptance is not None:
             realised = replace(realised, acceptance=found.acceptance)
         found = replace(found, closed_form=tokens_per_s(choice.mode, realised, choice.k))
-        if choice.mode is not Mode.SEQUENTIAL:
-            return found
-        self.sequential[generation.started.request_id] = site, choice.k
         # The first proposal waits for the draft worker to open, the last ones are cut to what may still come.
         gaps_ms = [(b - a) * 1e3 for (a, _), (b, _) in itertools.pairwise(arrivals[1:-2])]
+        if choice.mode is not Mode.SEQUENTIAL or not gaps_ms:
+            return found
+        self.sequential[generation.started.request_id] = site, choice.k
         return replace(
             found, round_ms=statistics.fmean(gaps_ms), closed_round_ms=sequential_ms(site, choice.k)
         )
@@ -193,7 +193,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="two round trips, shorter runs")
     arguments = parser.parse_args()
-    round_trips, seconds = ((5.0, 50.0), 2.5) if arguments.quick else (ROUND_TRIPS_MS, 8.0)
+    round_trips, seconds = ((5.0, 50.0), 2.0) if arguments.quick else (ROUND_TRIPS_MS, 8.0)
     sites = [
         Site(a, DRAFT_MS, PASS_MS, POSITION_MS, round_trip, EXPECTED_HITS)
         for a in ACCEPTANCES
