@@ -180,7 +180,8 @@ class Rounds:
             if self._pause > self.settings.decode_window:
                 features = None  # what is granted now ends before another proposal is asked for
             verdict = await self.target.decode(min(self._window(choice), self.stopper.remaining), features)
-        return verdict, Answer.of(verdict.timings, time.perf_counter() - started if waited else None)
+        wait_s = time.perf_counter() - started if waited else None
+        return verdict, Answer.of(verdict.timings, wait_s, verdict.timings.positions or None)
 
     def _window(self, choice: Choice) -> int:
         """Plain tokens to keep granted: only as far ahead as surely no proposal is made."""

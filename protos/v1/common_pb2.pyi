@@ -215,6 +215,7 @@ class ServerTimings(_message.Message):
     MODEL_US_FIELD_NUMBER: _builtins.int
     SAMPLING_US_FIELD_NUMBER: _builtins.int
     TOTAL_US_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
     queue_us: _builtins.int
     """Waiting for the model, in microseconds."""
     model_us: _builtins.int
@@ -223,6 +224,8 @@ class ServerTimings(_message.Message):
     """Sampling or verification, in microseconds."""
     total_us: _builtins.int
     """From the message's arrival to the answer's departure, in microseconds."""
+    positions: _builtins.int
+    """Positions of all sessions together in the last of the passes; 0 without a pass."""
     def __init__(
         self,
         *,
@@ -230,10 +233,11 @@ class ServerTimings(_message.Message):
         model_us: _builtins.int = ...,
         sampling_us: _builtins.int = ...,
         total_us: _builtins.int = ...,
+        positions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_us", b"model_us", "queue_us", b"queue_us", "sampling_us", b"sampling_us", "total_us", b"total_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_us", b"model_us", "positions", b"positions", "queue_us", b"queue_us", "sampling_us", b"sampling_us", "total_us", b"total_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,6 +53,8 @@ class Timer:
         self.queue_s = 0.0
         self.model_s = 0.0
         self.sampling_s = 0.0
+        #: Of all sessions together in the last pass.
+        self.positions = 0
         self._told = (0.0, 0.0, 0.0, time.perf_counter())
 
     def to_proto(self) -> common_pb2.ServerTimings:
@@ -60,7 +62,13 @@ class Timer:
         queue, model, sampling, total = (
             round((now - told) * 1e6) for now, told in zip(self._now(), self._told, strict=True)
         )
-        return common_pb2.ServerTimings(queue_us=queue, model_us=model, sampling_us=sampling, total_us=total)
+        return common_pb2.ServerTimings(
+            queue_us=queue,
+            model_us=model,
+            sampling_us=sampling,
+            total_us=total,
+            positions=self.positions,
+        )
 
     def lap(self) -> common_pb2.ServerTimings:
         """The same, and a new lap begins: for one of several answers to a message."""
@@ -237,8 +245,10 @@ class Scheduler:
                     self._pass([each])
             return
         ended = time.perf_counter()
+        positions = sum(len(feed.token_ids) for _, feed in jobs)
         for job, _ in jobs:
             self._ready.remove(job)
+            job.timer.positions = positions
             job.timer.queue_s += started - job.since
             job.timer.model_s += ended - started
             job.since, job.starved_since = ended, None
