@@ -175,7 +175,9 @@ class Stats:
                     names.BASE_LENGTH: verdict.stamp.base_length - len(verdict.token_ids),
                     names.NUM_DRAFT_TOKENS: verdict.num_draft_tokens,
                     names.NUM_ACCEPTED: verdict.num_accepted,
-                    names.NEXT_ORIGIN: Origin(verdict.next_origin).name.lower(),
+                    names.NEXT_ORIGIN: Origin(origin).name.lower()
+                    if (origin := verdict.next_origin)
+                    else "held",
                 }
             )
         if verdict.next_origin == Origin.PLAIN.value:

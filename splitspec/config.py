@@ -151,7 +151,7 @@ class CoordinatorSettings(ServerSettings):
         le=MAX_NUM_DRAFT_TOKENS,
         description="Proposal length of requests that give none; by default chosen anew for each round.",
     )
-    mode: Literal["auto", "plain", "sequential", "pipelined", "prefetch_pull", "prefetch_push"] = Field(
+    overlap: Literal["auto", "plain", "sequential", "pipelined", "prefetch_pull", "prefetch_push"] = Field(
         "auto",
         description="What draft workers do while the target verifies, unless a request says; auto: chosen "
         "anew for each round.",
@@ -199,7 +199,7 @@ class CoordinatorSettings(ServerSettings):
     @property
     def overlap_mode(self) -> Mode | None:
         """The mode of requests that name none; None when it is chosen."""
-        return None if self.mode == "auto" else Mode[self.mode.upper()]
+        return None if self.overlap == "auto" else Mode[self.overlap.upper()]
 
 
 #: The processes by the name of their section in the file.

@@ -64,9 +64,8 @@ class Mode(enum.Enum):
 
 
 class Origin(enum.Enum):
-    """How a token came to be, with its value on the wire. HELD: the next token is held back."""
+    """How a token came to be, with its value on the wire."""
 
-    HELD = common_pb2.TOKEN_ORIGIN_UNSPECIFIED
     ACCEPTED = common_pb2.TOKEN_ORIGIN_ACCEPTED
     CORRECTION = common_pb2.TOKEN_ORIGIN_CORRECTION
     BONUS = common_pb2.TOKEN_ORIGIN_BONUS

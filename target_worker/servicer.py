@@ -274,7 +274,7 @@ class TargetSession(WorkerSession[KV]):
     def _commit(
         self, round_number: int, verified: Verified, features: common_pb2.Features | None
     ) -> common_pb2.Verdict:
-        held, outcome = self.held, verified.outcome
+        held, outcome, origin = self.held, verified.outcome, verified.next_origin
         held.tokens.extend(verified.committed)
         held.revision += 1
         held.round = round_number
@@ -284,7 +284,7 @@ class TargetSession(WorkerSession[KV]):
             num_accepted=outcome.num_accepted,
             path=verified.path,
             token_ids=verified.committed,
-            next_origin=verified.next_origin.value,
+            next_origin=origin.value if origin is not None else common_pb2.TOKEN_ORIGIN_UNSPECIFIED,
             rule=verified.rule.value,
             logprobs=[logprobs.to_proto() for logprobs in verified.logprobs],
             features=features,

@@ -24,14 +24,14 @@ from splitspec.wire import Draft
 class Verified:
     """A draft's outcome, by `rule`. committed: the accepted tokens and the next one, unless it is held back.
 
-    next_origin: the next token's. path: indices of the accepted tokens of a tree;
+    next_origin: the next token's, None when it is held back. path: indices of the accepted tokens of a tree;
     empty for a chain. logprobs: of each committed token, or none at all when they weren't asked for.
     """
 
     outcome: Outcome
     rule: Rule
     committed: tuple[int, ...]
-    next_origin: Origin
+    next_origin: Origin | None
     path: tuple[int, ...]
     logprobs: tuple[Logprobs, ...]
 
@@ -88,7 +88,7 @@ def verify(
         kv.truncate(base_length + len(committed) - 1)
     timer.sampling_s += time.perf_counter() - started
     path = outcome.path if draft.parents else ()
-    next_origin = Origin.HELD if hold else outcome.next_origin
+    next_origin = None if hold else outcome.next_origin
     return Verified(outcome, rule_for(drawing.rule, draft), committed, next_origin, path, logprobs)
 
 

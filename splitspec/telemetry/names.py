@@ -90,7 +90,10 @@ WORKER_ID = Attribute("splitspec.worker.id", "id of the running worker")
 NUM_DRAFT_TOKENS = Attribute("splitspec.num_draft_tokens", "proposal length; 0 in a plain round")
 NUM_ACCEPTED = Attribute("splitspec.num_accepted", "accepted draft tokens")
 NUM_ONE_HOT = Attribute("splitspec.num_one_hot", "draft tokens verified as one-hot")
-NEXT_ORIGIN = Attribute("splitspec.next_origin", '"correction", "bonus" or "plain"')
+NEXT_ORIGIN = Attribute(
+    "splitspec.next_origin",
+    '"correction", "bonus" or "plain"; "held" when it waits for a proposal that follows',
+)
 NUM_TOKENS = Attribute("splitspec.num_tokens", "tokens that were fed, granted, committed or sent")
 MISSED = Attribute("splitspec.missed", "true when no proposal came within the patience")
 REPEATED = Attribute("splitspec.repeated", "true for a verdict that had been given before")

@@ -44,7 +44,7 @@ class KV:
 
 def verdict(
     noise: BranchNoise, p: ProcessedModel, tokens: Prefix, draft: Draft, rule: Rule, hold: bool
-) -> tuple[Prefix, Origin]:
+) -> tuple[Prefix, Origin | None]:
     """The target worker's own, with the table's logits as the answer to its pass."""
     drawing = Drawing(Sampling(seed=0), rule, Output(len(PROMPT)))
     model: Any = None
@@ -90,7 +90,7 @@ def pipelined_law(
             assert committed
             if not uses(tokens, draft, child, committed, rule):
                 draft = None
-            elif origin is Origin.HELD:
+            elif origin is None:
                 draft = child
             else:  # the child's first token is the bonus that was drawn
                 draft = child.after(1)

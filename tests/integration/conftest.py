@@ -38,7 +38,7 @@ async def stack(demo_model: Path) -> AsyncIterator[Stack]:
 
 PATIENT = [
     *("--draft-patience", "1000", "--draft-timeout-s", "5", "--draft-retry-s", "0.2"),
-    *("--mode", "sequential", "--num-draft-tokens", "4"),
+    *("--overlap", "sequential", "--num-draft-tokens", "4"),
 ]
 
 
