@@ -36,5 +36,6 @@ def _panel(panel: Axes, cells: Sequence[Cell]) -> None:
         panel.plot(places, forms, ":", color=line.get_color())
     panel.set_xscale("log")
     panel.set_xticks(places, [f"{place:g}" for place in places])
+    panel.minorticks_off()
     panel.set_xlabel("round trip to the target, ms")
     panel.set_ylim(bottom=0)
