@@ -105,12 +105,10 @@ class Ahead:
 
         None for a miss. All other branches are dropped, and no job of theirs runs any more.
         """
-        root, self._root = self._root, None
+        root = self._stop()
         if root is None:
             return None
         root.dropped = True
-        if self._going_on is not None:
-            self._going_on.cancel()
         found = None
         for child in root.children:
             if found is None and child.stamp.round == round_number and await self._holds(child, tokens):
@@ -151,12 +149,19 @@ class Ahead:
             )
 
     def drop(self) -> None:
-        """The session ends: nothing more is drafted, and no state is kept."""
-        if self._root is not None:
-            _drop(self._root)
-            self._root = None
+        """The session ends: nothing more is drafted."""
+        root = self._stop()
+        if root is not None:
+            _drop(root)
+            _task(self._dropped(root))
+
+    def _stop(self) -> Branch | None:
+        """Begin no other branches of the root, which is returned."""
+        root, self._root = self._root, None
         if self._going_on is not None:
             self._going_on.cancel()
+            self._going_on = None
+        return root
 
     def steps(self, branch: Branch) -> Steps[Draft]:
         """The drafter's proposal on a branch's text."""
@@ -219,16 +224,23 @@ class Ahead:
         return not first or (not branch.draft.parents and branch.draft.token_ids[:1] == first)
 
     async def _dropped(self, root: Branch) -> None:
-        """Wait until no job of a dropped branch runs: the state that it works on may be the next one's."""
+        """Wait until no job of a dropped branch runs: the state that it works on may be the next one's.
+
+        Then forget them at once: a job that was left refers to its branch, and so to blocks of a pool.
+        """
         jobs = {self._guessing} if self._guessing is not None else set()
-        waiting = [child for child in root.children if child.dropped]
+        waiting, dropped = [child for child in root.children if child.dropped], []
         while waiting:
             branch = waiting.pop()
             waiting.extend(branch.children)
+            dropped.append(branch)
             if branch.drafting is not None:
                 jobs.add(branch.drafting)
         if jobs:
             await asyncio.wait(jobs)
+        for branch in dropped:
+            branch.drafting = None
+        root.children.clear()
         self._guessing = None
 
     def _learn(self, root: Branch, tokens: TokenLog, found: Branch | None) -> None:

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from draft_worker.drafters import DrafterSpec, Loading, build_drafter
-from draft_worker.drafters.eagle import EagleDrafter, EagleState
+from draft_worker.drafters.eagle import EagleDrafter
 from draft_worker.drawing import DraftCounterNoise
 from draft_worker.eagle.loading import load_eagle
 from draft_worker.eagle.model import EagleFeed, EagleLM
 from draft_worker.eagle.network import EagleConfig, EagleNetwork
+from draft_worker.eagle.state import EagleState
 from draft_worker.eagle.trees import Growth, Round, chain, dynamic_tree, fixed_tree
 from draft_worker.eagle.vocabulary import DraftVocabulary
 from splitspec.engine.feed import Feed

@@ -155,8 +155,8 @@ class Worlds:
             asyncio.create_task(self._draft.DraftSession(None, draft_theirs)),  # type: ignore[arg-type]
             asyncio.create_task(wire.deliver()),
         ]
-        target = TargetLink(target_host, session, stats, 20, None)
         link = DraftLink(draft_host, drafter, session, stats, "", 0, 0, None)
+        target = TargetLink(target_host, session, stats, 20, None, link.features)
         try:
             yield target, link
         finally:
