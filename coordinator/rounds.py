@@ -187,7 +187,7 @@ class Rounds:
         """Plain tokens to keep granted: only as far ahead as surely no proposal is made."""
         window = self.settings.decode_window
         if self.drafting is None or self.drafting.link is None:
-            return window
+            return max(window, choice.num_ahead)
         if choice.mode is not Mode.PLAIN or choice.tried:
             return max(1, min(window, self._pause))
         return choice.num_ahead

@@ -71,7 +71,7 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
         self._lease_ms = lease_ms
         self._sent = 0
         self._opened = self._closed = False
-        # The last Propose, and its answer once it is there. in_time: the answer was waited for.
+        # The last Propose while its answer is due, and the answer. in_time: it is being waited for, or was.
         self._asked: common_pb2.Stamp | None = None
         self._num_asked = 0
         self._answer: common_pb2.Proposal | None = None
@@ -106,12 +106,10 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
         """The same, when the proposal has been relayed already: nothing is waited for."""
         if not self._in_time or self.gone:
             return
-        self._answer = None
         try:
-            await self._ask(num_draft_tokens, num_accepted, mode, num_ahead, None)
+            await self._ask(self._session.next_round(), num_draft_tokens, num_accepted, mode, num_ahead)
         except SplitspecError as error:
             self._lost(error)
-        self._asked, self._in_time = None, True
 
     async def close(self) -> None:
         """The final cut; the worker keeps the handle for its lease. Waits for an answer that is still due."""
@@ -148,8 +146,10 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
         )
         if not ready:
             return None
+        self._asked = stamp = self._session.next_round()
+        self._answer, self._num_asked, self._in_time = None, num_draft_tokens, True
         try:
-            await self._ask(num_draft_tokens, num_accepted, mode, num_ahead, wait.trace)
+            await self._ask(stamp, num_draft_tokens, num_accepted, mode, num_ahead, wait.trace)
         except SplitspecError as error:
             self._lost(error, wait.span)
             return None
@@ -160,14 +160,13 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
 
     async def _ask(
         self,
+        stamp: common_pb2.Stamp,
         num_draft_tokens: int,
         num_accepted: int,
         mode: Mode,
         num_ahead: int,
-        trace: common_pb2.TraceContext | None,
+        trace: common_pb2.TraceContext | None = None,
     ) -> None:
-        self._answer, self._num_asked = None, num_draft_tokens
-        self._asked = stamp = self._session.next_round()
         message = draft_pb2.Propose(
             num_draft_tokens=num_draft_tokens,
             start=self._sent,
