@@ -105,6 +105,45 @@ class TestChoice:
         assert propose(drafter, drafter.open(), tokens, 4).token_ids == (6, 7)
 
 
+class TestAhead:
+    @pytest.mark.parametrize("min_match", [1, 4])
+    def test_a_branch_proposes_what_a_fresh_state_does(self, model: ModelDrafter, min_match: int) -> None:
+        """Whether a match or the model proposes on the text before, and on the assumed one."""
+        drafter = hybrid_of(model, min_match)
+        state = drafter.open()
+        run_alone(drafter.feed(state, MATCHED))
+        draft = propose(drafter, state, MATCHED, 3)
+        noise = DraftCounterNoise(7, 1)
+        guesses = run_alone(drafter.guess(state, MATCHED, draft, GREEDY, noise, [2] * 4))
+        assert [len(after) for after in guesses] == [2] * 4
+        certain = set()
+        for path, after in zip(draft.paths, guesses, strict=True):
+            for token, branch in [*after, (MATCHED[0], after[0][1])]:
+                text = [*MATCHED, *path, token]
+                found = propose(drafter, branch, text, 3, SAMPLED)
+                assert found == propose(drafter, drafter.open(), text, 3, SAMPLED)
+                certain.add(found.distributions[0] is None)
+        assert certain == ({True, False} if min_match == 1 else {False})
+        again = [*MATCHED, draft.token_ids[0], 7]
+        assert propose(drafter, state, again, 3) == propose(drafter, drafter.open(), again, 3)
+
+    def test_assumed_tokens_never_become_a_past_answer(self, model: ModelDrafter) -> None:
+        past = PastAnswers(1000)
+        drafter = HybridDrafter("hybrid", SuffixDrafter("suffix", 2, past), model, 3)
+        state = drafter.open()
+        draft = propose(drafter, state, MATCHED, 3)
+        noise = DraftCounterNoise(7, 1)
+        guesses = run_alone(drafter.guess(state, MATCHED, draft, GREEDY, noise, [2] * 4))
+        (_, dropped), (token, kept) = guesses[1]
+        propose(drafter, kept, [*MATCHED, draft.token_ids[0], token], 3)
+        propose(drafter, dropped, [*MATCHED, draft.token_ids[0], 95], 3)
+        drafter.rest(state)
+        (book,) = past.books("", GREEDY)
+        assert len(book) == len(MATCHED) + 1
+        drafter.rest(kept)
+        assert len(book) == len(MATCHED) + 1 + len(MATCHED) + 2 + 1
+
+
 class TestState:
     def test_the_model_catches_up_in_one_pass(
         self, model: ModelDrafter, monkeypatch: pytest.MonkeyPatch
