@@ -1,4 +1,4 @@
-"""Many requests of all kinds, some of them cancelled: at the end the processes hold what they held before."""
+"""Many requests of all kinds and in all modes, some of them cancelled: at the end the processes hold what they held before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from splitspec.cli.process import ServerProcess
 from splitspec.cli.stack import Stack
-from splitspec.client import AsyncClient, GenerateOptions
+from splitspec.client import AsyncClient, GenerateOptions, Mode
 from splitspec.errors import SessionBusyError
 from tests.integration.conftest import loads, settle, tiny_stack
 
@@ -43,12 +43,14 @@ async def one(client: AsyncClient, seed: int) -> None:
     shared = [5000 + i for i in range(chance.choice([0, 0, 64, 130]))]
     prompt = shared + [chance.randrange(100, 40000) for _ in range(int(10 ** chance.uniform(0, 2.3)))]
     session_id = chance.choice(["", f"soak-{seed}"])
+    drafter = chance.choice(["model", "lookup"])
     options: GenerateOptions = {
         "temperature": chance.choice([0.0, 0.9]),
         "ignore_eos": True,
         "max_tokens": chance.randint(1, 40),
         "num_draft_tokens": chance.choice([0, 1, 3, 8]),
-        "drafter": chance.choice(["model", "lookup"]),
+        "drafter": drafter,
+        "mode": chance.choice(list(Mode)) if drafter == "model" else None,
         "session_id": session_id,
     }
     if chance.random() < 0.3:
