@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from splitspec.cli.stack import Stack
-from splitspec.client import AsyncClient
+from splitspec.client import AsyncClient, Mode
 from tests.draft_worker import eagles
 from tests.integration.conftest import PATIENT
 
@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pyte
 #: Of 20 tokens each.
 PROMPTS = [list(range(start, start + 20)) for start in (1000, 2000, 3000)]
 TREES = ("chain", "static", "dynamic")
+PREFETCH = (Mode.PREFETCH_PULL, Mode.PREFETCH_PUSH)
 LENGTH = 24
 
 
@@ -49,7 +50,10 @@ async def stack(
     spec = f"eagle={directory},target={tiny_model},depth=4,width=4"
     async with Stack(
         model=tiny_model,
-        drafters=[f"{spec},tree={tree},name={tree}" for tree in TREES],
+        drafters=[
+            *(f"{spec},tree={tree},name={tree}" for tree in TREES),
+            f"hybrid,min_match=3,drafter={spec},tree=dynamic",
+        ],
         coordinator_args=PATIENT,
     ) as running:
         yield running
@@ -88,6 +92,38 @@ async def test_text_is_that_of_plain_decoding(
     assert [tokens for tokens, _, _ in drafted] == plain
     assert all(steps for _, steps, _ in drafted)
     assert sum(accepted for _, _, accepted in drafted) > 0
+
+
+@pytest.mark.parametrize("mode", PREFETCH)
+@pytest.mark.parametrize("seed", [None, 5], ids=["greedy", "seeded"])
+async def test_prefetched_text_is_that_of_plain_decoding(
+    client: AsyncClient, said: list[int], mode: Mode, seed: int | None
+) -> None:
+    """Some rounds are those that were drafted ahead, before the target's features of their text came."""
+
+    async def generate(prompt: list[int], mode: Mode, drafter: str) -> tuple[list[int], int]:
+        result = await client.generate(
+            prompt,
+            temperature=0.0 if seed is None else 1.0,
+            # Few, so that what is prepared for comes now and then.
+            allowed_token_ids=said[:3],
+            seed=seed,
+            max_tokens=LENGTH,
+            ignore_eos=True,
+            speculate=mode is not Mode.PLAIN,
+            mode=mode,
+            num_draft_tokens=4,
+            drafter=drafter,
+        ).result()
+        return result.token_ids, result.finished.acceptance.num_ahead_steps
+
+    plain = [(await generate(prompt, Mode.PLAIN, TREES[0]))[0] for prompt in PROMPTS]
+    ahead = 0
+    for drafter in (*TREES, "hybrid"):
+        drafted = await asyncio.gather(*(generate(prompt, mode, drafter) for prompt in PROMPTS))
+        assert [tokens for tokens, _ in drafted] == plain, drafter
+        ahead += sum(num_ahead_steps for _, num_ahead_steps in drafted)
+    assert ahead > 0
 
 
 @pytest.mark.parametrize("tree", TREES)
