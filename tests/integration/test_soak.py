@@ -1,4 +1,4 @@
-"""Many requests of all kinds and in all modes, some of them cancelled: at the end the processes hold what they held before."""
+"""Many requests of all kinds and modes, some cancelled: at the end processes hold what they held before."""
 
 from __future__ import annotations
 
