@@ -66,7 +66,9 @@ async def test_text_is_that_of_plain_decoding(
     plain = [(await generate(client, prompt, Mode.PLAIN, rule=rule)).token_ids for prompt in PROMPTS]
     results = await asyncio.gather(*(generate(client, prompt, mode, drafter, rule) for prompt in PROMPTS))
     assert [result.token_ids for result in results] == plain
-    assert sum(result.finished.acceptance.num_ahead_steps for result in results) > 0
+    # What is pipelined holds behind drafts that are accepted whole, which layer_skip's rarely are.
+    if mode is not Mode.PIPELINED or drafter == "model":
+        assert sum(result.finished.acceptance.num_ahead_steps for result in results) > 0
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
