@@ -12,7 +12,7 @@ import torch
 
 from draft_worker.drafters.base import Kind, Loading, positive
 from draft_worker.drawing import DraftCounterNoise, ranking, runners_up
-from draft_worker.eagle import trees
+from draft_worker.eagle import DEMO, trees
 from draft_worker.eagle.loading import load_eagle
 from draft_worker.eagle.model import EagleFeed, EagleLM
 from draft_worker.eagle.network import EagleConfig
@@ -269,8 +269,9 @@ def _build(
     depth: int = 4,
     width: int = 4,
 ) -> EagleDrafter:
-    """target: the model that the draft was trained for; by default under the name that it had then."""
-    directory = Path(checkpoint).expanduser()
+    """checkpoint: a directory, or "demo" for the demo model's draft. target: the model that the draft was
+    trained for; by default under the name that it had then."""
+    directory = DEMO if checkpoint == "demo" else Path(checkpoint).expanduser()
     target = target or EagleConfig.load(directory).target.name
     model, vocabulary = load_eagle(directory, checkpoint, resolve_model(target), target, **asdict(loading))
     shape = {} if tree == "chain" else {"depth": depth, "width": width}

@@ -55,19 +55,19 @@ def scenes() -> list[Scene]:
             "question",
             "A question, greedy",
             "What is the capital of France, and what is it known for?",
-            GenerateOptions(temperature=0, max_tokens=64, drafter="lookup"),
+            GenerateOptions(temperature=0, max_tokens=64),
         ),
         Scene(
             "summary",
             "A summary in the text's own sentences, greedy",
             f"Summarise this text by its most important sentences, word for word.\n\n{text}",
-            GenerateOptions(temperature=0, max_tokens=96, drafter="lookup"),
+            GenerateOptions(temperature=0, max_tokens=96),
         ),
         Scene(
             "temperature 0.7",
             "A question at temperature 0.7",
             "Why do leaves turn yellow in autumn?",
-            GenerateOptions(temperature=0.7, seed=7, max_tokens=64, drafter="layer_skip"),
+            GenerateOptions(temperature=0.7, seed=7, max_tokens=64),
         ),
     ]
 
@@ -85,7 +85,7 @@ async def play(redis_url: str | None, console: Console) -> None:
             flag = [f"--trace-file={trace}"]
             stack = Stack(
                 model=model,
-                drafters=["lookup", f"layer_skip={model}"],
+                drafters=["hybrid,drafter=eagle=demo"],
                 target_args=flag,
                 draft_args=flag,
                 coordinator_args=flag,
@@ -116,14 +116,12 @@ async def play(redis_url: str | None, console: Console) -> None:
 async def _warm_up(client: AsyncClient, steps: Steps) -> None:
     """A model's first passes are slow, and would count against whoever comes first."""
     steps.update("warming up", "the first passes are slow", False)
-    for scene in scenes()[1:]:
-        options = GenerateOptions(temperature=0, max_tokens=8, drafter=scene.options["drafter"])
-        await client.generate("one two three one two three one two", **options).result()
+    await client.generate("one two three one two three one two", temperature=0, max_tokens=32).result()
     steps.update("warming up", "done", True)
 
 
 async def _play_scene(console: Console, client: AsyncClient, scene: Scene) -> Played:
-    plain, speculative = Column("plain"), Column(f"speculative, {scene.options['drafter']}")
+    plain, speculative = Column("plain"), Column("speculative")
     columns = [plain]
     with Live(console=console, get_renderable=lambda: show_columns(columns, needs_signs(console))) as live:
         first = await _generate(client, scene, plain, speculate=False, changed=live.refresh)
