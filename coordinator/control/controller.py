@@ -94,6 +94,7 @@ class Controller:
         self._lengths: dict[Mode, int] = {}
         self._arm = _PLAIN
         self._trying = Trying()
+        self._choice: Choice | None = None
 
     def use_target(self, worker_id: str) -> None:
         """Go on with another target worker."""
@@ -131,10 +132,9 @@ class Controller:
         if self._trying.due(best):
             tried = self._trying.choose(forecast, best, self._options(forecast, best, arms, limit))
         arm = tried or best
-        ahead = forecast.num_ahead(arm, self._branches)
-        return Choice(
-            arm.mode, arm.num_draft_tokens, ahead, tried is not None, forecast.rate(arm), forecast.inputs
-        )
+        ahead, rate = forecast.num_ahead(arm, self._branches), self._rate(forecast, arm)
+        self._choice = Choice(arm.mode, arm.num_draft_tokens, ahead, tried is not None, rate, forecast.inputs)
+        return self._choice
 
     def observe(self, seen: RoundSeen) -> None:
         """Learn from a round that is over."""
@@ -142,6 +142,10 @@ class Controller:
         self._outcomes.saw(seen)
         if seen.draft is not None:
             self._draft.saw(seen.num_draft_tokens, seen.draft, prepared=bool(seen.hit))
+        choice = self._choice
+        if choice is not None and choice.predicted is not None and seen.num_draft_tokens:
+            unskewed = choice.predicted * self._draft.drafter.skew[choice.mode]
+            self._draft.drafter.skew.saw(choice.mode, seen.duration_ms, 1000 * seen.num_tokens / unskewed)
         self._trying.observe(seen, self._target.plain_ms)
 
     def _meet(self) -> None:
@@ -149,6 +153,10 @@ class Controller:
         if self._drafting and not self._draft.drafter.met:
             self._draft.drafter.met = True
             self._trying.begin(self._target.plain_ms)
+
+    def _rate(self, forecast: Forecast, arm: Arm) -> float:
+        """Tokens/s, less what such rounds were slower than their forecasts."""
+        return forecast.rate(arm) / self._draft.drafter.skew[arm.mode]
 
     def _arms(self, forecast: Forecast, limit: int) -> list[Arm]:
         """Each mode that may be used, at its best length."""
@@ -163,14 +171,14 @@ class Controller:
 
     def _settled(self, forecast: Forecast, arms: list[Arm], limit: int) -> Arm:
         """The best arm, or the current one when it is nearly as good."""
-        best_rate, best = max([(forecast.rate(arm), arm) for arm in arms], key=itemgetter(0))
+        best_rate, best = max([(self._rate(forecast, arm), arm) for arm in arms], key=itemgetter(0))
         mode, k = self._arm
         if best != _PLAIN and _PLAIN in arms and not self._trying.affordable(plain=mode is Mode.PLAIN):
             return _PLAIN
         if best == self._arm or all(arm.mode is not mode for arm in arms):
             return best
         current = Arm(mode, min(self._pinned or k, limit)) if mode is not Mode.PLAIN else _PLAIN
-        return best if best_rate > _HYSTERESIS * forecast.rate(current) else current
+        return best if best_rate > _HYSTERESIS * self._rate(forecast, current) else current
 
     def _options(self, forecast: Forecast, best: Arm, arms: list[Arm], limit: int) -> list[Arm]:
         """What may be tried beside the best arm.

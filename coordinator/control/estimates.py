@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from typing import TypeVar
 
 from coordinator.control.seen import Answer, RoundSeen
-from splitspec.types import MAX_NUM_DRAFT_TOKENS
+from splitspec.types import MAX_NUM_DRAFT_TOKENS, Mode
 
 #: Guesses for a drafter that was never seen. Hopeful ones: what is tried is measured, what isn't never is.
 _FIRST_ACCEPTANCE = 0.8
@@ -25,6 +25,9 @@ _DRAFTER_FADING = 0.9995
 _FLAT = [1.0] * MAX_NUM_DRAFT_TOKENS
 #: Workers and drafters that are kept, the last used ones.
 _MOST_KEPT = 256
+#: Rounds that are taken to have been as predicted before any was, and what a round's weight is worth later.
+_SKEW_ROUNDS = 10
+_SKEW_DECAY = 0.96
 
 
 class Line:
@@ -235,6 +238,7 @@ class Drafter:
     def __init__(self) -> None:
         self.acceptance = Acceptance(0.99)
         self.hits = Ratio(0.99, weight=6.0)
+        self.skew = Skew()
         #: Whether a session has begun to find out about it.
         self.met = False
 
@@ -317,6 +321,28 @@ class Target:
 
 
 V = TypeVar("V")
+
+
+class Skew:
+    """How much longer than predicted rounds of each mode take, at least 1.
+
+    Draft worker and target may have the same cores: then what is drafted ahead slows the pass beside it,
+    which is in no other estimate. Sums over rounds, exponentially weighted; the first tenth is let pass.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[Mode, tuple[float, float]] = {}
+
+    def __getitem__(self, mode: Mode) -> float:
+        taken, predicted = self._sums.get(mode, (1.0, 1.0))
+        return max(1.0, taken / predicted - 0.1)
+
+    def saw(self, mode: Mode, taken_ms: float, predicted_ms: float) -> None:
+        """A round of the mode. One far off, as the first of a request, counts as three."""
+        start = _SKEW_ROUNDS * predicted_ms
+        taken, predicted = self._sums.get(mode, (start, start))
+        taken_ms = min(taken_ms, 3 * predicted_ms)
+        self._sums[mode] = _SKEW_DECAY * taken + taken_ms, _SKEW_DECAY * predicted + predicted_ms
 
 
 class Shared:

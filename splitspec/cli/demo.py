@@ -88,7 +88,8 @@ async def play(redis_url: str | None, console: Console) -> None:
                 drafters=["hybrid,drafter=eagle=demo"],
                 target_args=flag,
                 draft_args=flag,
-                coordinator_args=flag,
+                # On one machine what is drafted ahead takes the target's cores.
+                coordinator_args=[*flag, "--overlap=sequential", "--num-draft-tokens=8"],
                 redis_url=redis_url,
                 progress=steps.update,
             )

@@ -366,3 +366,16 @@ def test_attributes_name_the_decision_and_its_inputs() -> None:
     assert attributes[names.CONTROL_DRAFT_MS] == pytest.approx(3 * k, rel=0.05)
     assert attributes[names.CONTROL_ROUND_TRIP_MS] == pytest.approx(5)
     assert len(attributes[names.CONTROL_ACCEPTANCE]) == k  # type: ignore[arg-type]
+
+
+def test_a_mode_that_is_slower_than_its_forecast_is_left() -> None:
+    """As on one machine, where what is drafted ahead takes the target's cores: no worker's time shows it."""
+    control, world = controller(), World(acceptance=0.8, round_trip=0.5)
+    before = play(control, world, 60)[-20:]
+    assert Mode.SEQUENTIAL not in {choice.mode for choice in before}
+    for _ in range(200):
+        choice = control.choose(MAX_NUM_DRAFT_TOKENS)
+        seen = world.play(choice)
+        alone = choice.mode in (Mode.PLAIN, Mode.SEQUENTIAL)
+        control.observe(seen if alone else replace(seen, duration_ms=2.5 * seen.duration_ms))
+    assert control.choose(MAX_NUM_DRAFT_TOKENS).mode is Mode.SEQUENTIAL

@@ -241,7 +241,7 @@ def compare(demo_model: Path, sets_per_prompt: int, length: int) -> None:
 
 @pytest.mark.model
 def test_blocks_equal_the_librarys_text(demo_model: Path) -> None:
-    compare(demo_model, 50, 8)
+    compare(demo_model, 25, 8)
 
 
 @pytest.mark.model

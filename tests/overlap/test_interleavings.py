@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120
 AHEAD = [Mode.PIPELINED, Mode.PREFETCH_PULL, Mode.PREFETCH_PUSH]
 PROMPT = [3, 1, 4, 1, 5]
 LENGTH = 40
-ORDERS = range(6)
+ORDERS = range(3)
 
 
 @pytest.fixture(scope="module")
