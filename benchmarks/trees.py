@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--data", type=Path, nargs="+", required=True)
     parser.add_argument("--examples", type=int, default=16, help="of each temperature")
-    parser.add_argument("--quick", action="store_true", help="4 examples, 128 tokens each")
+    parser.add_argument("--quick", action="store_true", help="2 examples, 128 tokens each")
     args = parser.parse_args()
 
     directory = resolve_model(args.model)
@@ -153,7 +153,7 @@ def main() -> None:
     held_out = [e for e in read_examples(args.data, tokenizer, 128 if args.quick else 512) if e.is_validation]
     result = {}
     for mode, (temperature, rule) in MODES.items():
-        chosen = [e for e in held_out if e.temperature == temperature][: 4 if args.quick else args.examples]
+        chosen = [e for e in held_out if e.temperature == temperature][: 2 if args.quick else args.examples]
         tallies = {shape: Tally() for shape in drafters}
         for seed, example in enumerate(chosen):
             drawing = Drawing(

@@ -19,9 +19,8 @@ _NOTES = (
     "wire is waiting for a worker less its own time.",
     "At temperature 0 speculation gives the same tokens as plain decoding; above, tokens of the same "
     "distribution, so the words differ.",
-    "lookup finds little to propose after a short question, and much where a text is quoted.",
-    "layer_skip drafts with five sixths of the target's own layers, untrained: few of its tokens are "
-    "accepted on this model, and drafting costs more than it saves. A trained draft comes later.",
+    "hybrid quotes what the text has had before, and drafts with a small network that was trained on the "
+    "target's own hidden states otherwise. On one machine both share its cores; apart, they don't.",
 )
 
 
