@@ -135,6 +135,11 @@ class Stats:
             else:  # a proposal that didn't come: all of it was waiting
                 self._wire_s[role, name] += waited_s
 
+    @property
+    def trace(self) -> common_pb2.TraceContext | None:
+        """Of the present round, for messages that nobody waits for."""
+        return self._round.span.to_proto()
+
     @contextlib.contextmanager
     def round(self) -> Iterator[Span]:
         """One round, from its start to the final cut."""

@@ -193,15 +193,19 @@ class DraftSession(WorkerSession[Drafting]):
     ) -> draft_pb2.DraftSessionResponse | None:
         if kind != "propose":
             raise InvalidRequestError.of("message", kind, "open, propose or close")
-        proposal = await self._propose(request, timer, write)
-        work.proposed(proposal)
-        return None if proposal is None else draft_pb2.DraftSessionResponse(proposal=proposal)
+        branch = await self._propose(request, timer, write)
+        work.proposed(None if branch is None else branch.proposal)
+        if branch is None or branch.sent:
+            return None
+        return draft_pb2.DraftSessionResponse(proposal=branch.proposal)
 
     async def _propose(
         self, request: draft_pb2.DraftSessionRequest, timer: Timer, write: Write
-    ) -> common_pb2.Proposal | None:
-        """A proposal on the stamp's committed tokens; None when it was sent already, and for a stale request,
-        which gets no answer. In modes that overlap, others are drafted from here on."""
+    ) -> Branch | None:
+        """The proposal on the stamp's committed tokens, which may have been sent; None for a stale request.
+
+        In modes that overlap, others are drafted from here on.
+        """
         held, stamp, message = self.held, request.stamp, request.propose
         held.check_epoch(stamp)
         if stamp.round <= held.round or message.start < len(held.tokens):
@@ -231,7 +235,7 @@ class DraftSession(WorkerSession[Drafting]):
             await write(draft_pb2.DraftSessionResponse(proposal=proposal))
 
         self._ahead.go_on(branch, mode, message.num_ahead, send)
-        return None if branch.sent else branch.proposal
+        return branch
 
     def _check(self, message: draft_pb2.Propose) -> None:
         """Raise InvalidRequestError or OutOfSyncError for what can't be drafted."""

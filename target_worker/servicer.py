@@ -115,9 +115,9 @@ class TargetSession(WorkerSession[KV]):
         tenant = request.open.tenant
         super().__init__(worker.handles, worker.scheduler, request, lambda: worker.model.new_kv(tenant))
         self._model = worker.model
-        # The last verify's round and body with its verdict, for the same message again: a handle has one
-        # stream in an epoch, so it ends with the stream.
-        self._kept: tuple[tuple[int, bytes], common_pb2.Verdict] | None = None
+        # The last verify's round, text and body with its verdict, for the same message again: a handle has
+        # one stream in an epoch, so it ends with the stream.
+        self._kept: tuple[tuple[int, int, bytes], common_pb2.Verdict] | None = None
 
     @property
     def vocabulary_size(self) -> int:
@@ -170,7 +170,7 @@ class TargetSession(WorkerSession[KV]):
         held, proposal = self.held, message.proposal
         held.check_epoch(stamp)
         held.check_epoch(proposal.stamp)
-        key = (proposal.stamp.round, proposal.body)
+        key = (proposal.stamp.round, proposal.stamp.prefix_hash, proposal.body)
         if self._kept is not None and self._kept[0] == key:
             repeated = common_pb2.Verdict(repeated=True)
             repeated.MergeFrom(self._kept[1])

@@ -107,7 +107,8 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
         if not self._in_time or self.gone:
             return
         try:
-            await self._ask(self._session.next_round(), num_draft_tokens, num_accepted, mode, num_ahead)
+            stamp, trace = self._session.next_round(), self._stats.trace
+            await self._ask(stamp, num_draft_tokens, num_accepted, mode, num_ahead, trace)
         except SplitspecError as error:
             self._lost(error)
 
@@ -165,7 +166,7 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
         num_accepted: int,
         mode: Mode,
         num_ahead: int,
-        trace: common_pb2.TraceContext | None = None,
+        trace: common_pb2.TraceContext | None,
     ) -> None:
         message = draft_pb2.Propose(
             num_draft_tokens=num_draft_tokens,

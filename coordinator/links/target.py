@@ -86,7 +86,7 @@ class TargetLink(Link[target_pb2.TargetSessionRequest, target_pb2.TargetSessionR
     async def relay(self, proposal: common_pb2.Proposal, features_start: int | None) -> None:
         """Send on a proposal whose parent has no verdict yet. features_start: as for `verify`."""
         self._relayed.append(proposal)
-        await self._send(proposal, features_start, None)
+        await self._send(proposal, features_start, self._stats.trace)
 
     def continued(self) -> common_pb2.Proposal | None:
         """Of the proposals that were relayed the one that holds now, which the target verifies next."""

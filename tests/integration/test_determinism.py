@@ -21,7 +21,7 @@ KINDS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0.0}, "seeded": {"
 
 @pytest.mark.parametrize(
     ("prompts", "max_tokens"),
-    [(SHORT[:2], 24), pytest.param(ALL, 128, marks=pytest.mark.full)],
+    [(SHORT[:2], 16), pytest.param(ALL, 128, marks=pytest.mark.full)],
     ids=["few", "all"],
 )
 async def test_tokens_are_identical_for_every_k_alone_and_side_by_side(

@@ -18,15 +18,16 @@ NEW_TOKENS = 64
 FEW = (0, 7, 8)
 CASES = [
     (0, "lookup"),
-    (1, "lookup"),
     (8, "lookup"),
     (4, "layer_skip"),
     (8, "model"),
-    (4, "suffix"),
     (4, "hybrid"),
     *(
         pytest.param(k, drafter, marks=pytest.mark.full)
-        for k, drafter in ((4, "lookup"), (1, "layer_skip"), (8, "layer_skip"), (1, "model"), (4, "model"))
+        for k, drafter in (
+            *((1, "lookup"), (4, "lookup"), (4, "suffix")),
+            *((1, "layer_skip"), (8, "layer_skip"), (1, "model"), (4, "model")),
+        )
     ),
 ]
 
@@ -93,7 +94,7 @@ async def check(stack: Stack, reference: Reference, index: int, num_draft_tokens
 async def test_greedy_equals_generate(
     stack: Stack, reference: Reference, num_draft_tokens: int, drafter: str
 ) -> None:
-    for index in FEW:
+    for index in FEW if drafter != "layer_skip" else FEW[:2]:
         await check(stack, reference, index, num_draft_tokens, drafter)
 
 

@@ -71,7 +71,11 @@ def traced_stack(model: Path, path: Path, ports: dict[str, int], *coordinator_ar
         drafters=[f"model={model}"],
         target_args=flags("target"),
         draft_args=flags("draft"),
-        coordinator_args=[*flags("coordinator"), *coordinator_args],
+        coordinator_args=[
+            *flags("coordinator"),
+            *("--overlap=sequential", "--num-draft-tokens=4"),
+            *coordinator_args,
+        ],
     )
 
 
