@@ -224,14 +224,12 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
         assert drawing is not None
         if self._asked is not None and round_number == self._asked.round:
             if proposal.parent_round:
-                right = holds(proposal, self._session.tokens, drawing.rule)
-                if not right:
+                if not holds(proposal, self._session.tokens, drawing.rule):
                     return
-            else:
-                right = proposal.stamp == self._asked and proposal.num_draft_tokens <= self._num_asked
-            if not right:
+            elif proposal.stamp != self._asked or proposal.num_draft_tokens > self._num_asked:
                 log.warning("draft worker sent a wrong proposal", worker=self.worker_id, stamp=proposal.stamp)
                 self.cancel()
+                return
             self._asked, self._answer = None, proposal
         elif self._asked is None and self._in_time and self.relay and round_number > self._session.round:
             with contextlib.suppress(SplitspecError):  # the target's: its next verdict tells
