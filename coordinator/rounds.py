@@ -140,7 +140,9 @@ class Rounds:
         # One that had been drafted already says nothing about the worker and the way to it.
         wait_s = None if proposal.parent_round else time.perf_counter() - started
         answer = Answer.of(proposal.timings, wait_s)
-        return Proposed(k, proposal if proposal.num_draft_tokens else None, answer, prepared)
+        # One that was prepared is as long as was asked for then.
+        num_asked = proposal.num_draft_tokens if proposal.parent_round else k
+        return Proposed(num_asked, proposal if proposal.num_draft_tokens else None, answer, prepared)
 
     async def _continue(
         self, link: DraftLink | None, proposal: common_pb2.Proposal, choice: Choice

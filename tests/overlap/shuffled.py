@@ -113,8 +113,12 @@ class Worlds:
         seed: int,
         order: int | None,
         drafter: str,
+        control: Controller | None = None,
     ) -> tuple[list[int], Stats, Wire]:
-        """A request's tokens, what it counted, and the wire with all that went over it."""
+        """A request's tokens, what it counted, and the wire with all that went over it.
+
+        control: another one than that which pins `mode` and K.
+        """
         self._count += 1
         session = Session("", f"session {self._count}", 1, TokenLog(prompt))
         greedy = rule is Rule.GREEDY
@@ -128,7 +132,7 @@ class Worlds:
                 drafting = None
                 if mode is not Mode.PLAIN:
                     drafting = Drafting(_no_other, link, 100)
-                control = Controller(
+                control = control or Controller(
                     Shared(), "target", mode=mode, num_draft_tokens=K, branches=_SETTINGS.num_ahead
                 )
                 stopper = Stopper(

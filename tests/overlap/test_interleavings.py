@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
+from coordinator.control.controller import Choice, Controller
+from coordinator.control.estimates import Shared
+from coordinator.control.seen import RoundSeen
 from draft_worker.drafters.model import ModelDrafter
 from draft_worker.servicer import DraftWorker
 from protos.v1 import draft_pb2, target_pb2
@@ -27,14 +32,15 @@ ORDERS = range(3)
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
-    """A simulated target, with drafts that are right in 0.6 and 0.9 of the cases."""
+    """A simulated target, with drafts that are right in 0.6, 0.9 and all of the cases."""
     directory = tmp_path_factory.mktemp("simulated")
 
     def model(name: str, acceptance: float) -> SimulatedLM:
         SimulatedConfig(vocabulary_size=32, acceptance=acceptance).save(directory / name)
         return SimulatedLM(directory / name, name, "float32")
 
-    drafters = {name: ModelDrafter(model(name, a), name) for name, a in (("fair", 0.6), ("good", 0.9))}
+    acceptance = {"fair": 0.6, "good": 0.9, "sure": 1.0}
+    drafters = {name: ModelDrafter(model(name, a), name) for name, a in acceptance.items()}
     target = TargetWorker("target", model("target", 1), Telemetry(), max_sessions=64, max_positions=512)
     draft = DraftWorker("draft", drafters, Telemetry(), max_sessions=64, max_positions=512)
     yield Worlds(target, draft)
@@ -79,6 +85,37 @@ async def test_text_is_the_same_in_every_order(worlds: Worlds, rule: Rule, mode:
         ahead += stats.ahead_rounds
     assert len(texts) == 1
     assert ahead > 0
+
+
+class Wavering(Controller):
+    """Asks for a longer proposal, then for shorter ones. seen: what it was told of the rounds."""
+
+    def __init__(self, mode: Mode) -> None:
+        super().__init__(Shared(), "target", mode=mode, branches=4)
+        self._mode = mode
+        self._cycle = itertools.cycle([7, 3, 2, 4])
+        self.seen: list[RoundSeen] = []
+
+    def choose(self, limit: int) -> Choice:
+        choice, k = super().choose(limit), min(limit, next(self._cycle))
+        return dataclasses.replace(choice, mode=self._mode, num_draft_tokens=k, num_ahead=4)
+
+    def observe(self, seen: RoundSeen) -> None:
+        self.seen.append(seen)
+        super().observe(seen)
+
+
+@pytest.mark.parametrize("mode", AHEAD)
+async def test_prepared_proposals_are_as_long_as_was_asked_for_then(worlds: Worlds, mode: Mode) -> None:
+    """Of a draft that is always right, no more is accepted than was asked for, whenever that was."""
+    control = Wavering(mode)
+    _, stats, _ = await worlds.run(
+        PROMPT, 4 * LENGTH, mode, Rule.GREEDY, seed=7, order=None, drafter="sure", control=control
+    )
+    drafted = [seen for seen in control.seen if seen.num_draft_tokens]
+    assert stats.ahead_rounds > 0
+    assert len({seen.num_draft_tokens for seen in drafted}) > 1
+    assert all(seen.num_accepted == seen.num_draft_tokens <= seen.num_asked for seen in drafted)
 
 
 async def test_stale_branches_cost_no_pass(worlds: Worlds) -> None:
