@@ -19,7 +19,7 @@ demo: setup
 
 test: check
 	$(BIN)/splitspec fetch-demo-model
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not full'
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not full'
 
 # The same tests with the long forms: all prompts, all proposal lengths, all drafters.
 test-full: check

@@ -7,7 +7,7 @@ what it cuts, and the occurrence that is copied from is the latest one of the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -58,6 +58,14 @@ class SuffixAutomaton:
         if not self.tokens:
             return Match(0, 0)
         return Match(self._length[self._link[self._last]], self._undo[-1][1])
+
+    def followers(self) -> Iterator[int]:
+        """Tokens that followed matches of the text's end, those of the longest first; some come again."""
+        state, end = self._link[self._last], self.match.end
+        while state > 0:
+            yield self.tokens[end]
+            state = self._link[state]
+            end = self._end[state]
 
     def find(self, token_ids: Sequence[int]) -> Match:
         """The longest suffix of other tokens that occurs in the text."""

@@ -23,6 +23,11 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: where files are shared out, short ones fill the end."""
+    items.sort(key=lambda item: "integration" not in item.path.parts)
+
+
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The directory of the demo model, fetched once."""

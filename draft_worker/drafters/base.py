@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from protos.v1 import draft_pb2
-from splitspec.types import Drawing
+from splitspec.types import Drawing, Mode
 from splitspec.wire import Draft
 
 if TYPE_CHECKING:
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from draft_worker.drawing import DraftCounterNoise
     from splitspec.engine.blocks import BlockPool
     from splitspec.engine.scheduler import Steps
+
+
+#: The modes of a drafter that can prepare for verdicts, as its info has them.
+PREFETCH = [Mode.PREFETCH_PULL.value, Mode.PREFETCH_PUSH.value]
 
 
 class Drafter(Protocol):
@@ -117,6 +121,18 @@ class PrefetchDrafter(Drafter, Protocol):
         on. No draft token that follows at a place is a next token there.
         """
         ...
+
+
+def followed(draft: Draft, counts: Sequence[int]) -> Iterator[tuple[Sequence[int], set[int], int]]:
+    """For `guess`: each place's path, the draft tokens that follow there, and its count."""
+    for path, nodes, count in zip(draft.paths, draft.children, counts, strict=True):
+        yield path, {draft.token_ids[node] for node in nodes}, count
+
+
+def distinct(tokens: Iterable[int], own: Collection[int], count: int) -> list[int]:
+    """The first `count` different ones that aren't among a place's own."""
+    others = dict.fromkeys(token for token in tokens if token not in own)
+    return list(others)[:count]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from draft_worker.drafters.base import Kind, Loading, positive
+from draft_worker.drafters.base import PREFETCH, Kind, Loading, positive
 from draft_worker.drawing import DraftCounterNoise, ranking, runners_up
 from draft_worker.eagle import DEMO, trees
 from draft_worker.eagle.loading import load_eagle
@@ -26,13 +26,11 @@ from splitspec.errors import InvalidRequestError, OutOfSyncError
 from splitspec.models import resolve_model
 from splitspec.sampling.rows import ProcessedRows
 from splitspec.tokens import common_prefix
-from splitspec.types import Drawing, Mode
+from splitspec.types import Drawing
 from splitspec.wire import Draft
 
 #: Where to draft and how many tokens, to how.
 Grow: TypeAlias = Callable[[Round, int], Growth]
-
-_MODES = [mode.value for mode in (Mode.PREFETCH_PULL, Mode.PREFETCH_PUSH)]
 
 
 class EagleDrafter:
@@ -46,7 +44,7 @@ class EagleDrafter:
     def __init__(self, model: EagleLM, vocabulary: DraftVocabulary, name: str, grow: Grow) -> None:
         request = common_pb2.FeatureRequest(layers=model.config.feature_layers, dtype="bfloat16")
         self.info = draft_pb2.DrafterInfo(
-            name=name, kind="eagle", model=model.info, features=request, modes=_MODES
+            name=name, kind="eagle", model=model.info, features=request, modes=PREFETCH
         )
         self._model = model
         self._vocabulary = vocabulary

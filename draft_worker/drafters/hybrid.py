@@ -12,11 +12,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from draft_worker.drafters import DrafterSpec, build_drafter
-from draft_worker.drafters.base import Drafter, FeatureDrafter, Kind, Loading, PrefetchDrafter, positive
+from draft_worker.drafters.base import (
+    PREFETCH,
+    Drafter,
+    FeatureDrafter,
+    Kind,
+    Loading,
+    PrefetchDrafter,
+    positive,
+)
 from draft_worker.drafters.suffix import OPTIONS, SuffixDrafter, SuffixState, build_suffix
 from protos.v1 import draft_pb2
 from splitspec.errors import ConfigError
-from splitspec.types import Drawing, Mode
+from splitspec.types import Drawing
 from splitspec.wire import Draft
 
 if TYPE_CHECKING:
@@ -25,9 +33,6 @@ if TYPE_CHECKING:
     from draft_worker.drawing import DraftCounterNoise
     from splitspec.engine.blocks import BlockPool
     from splitspec.engine.scheduler import Steps
-
-#: Those in which each text that is assumed has a state of its own.
-_MODES = {mode.value for mode in (Mode.PREFETCH_PULL, Mode.PREFETCH_PUSH)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +50,8 @@ class HybridDrafter:
         self.info = draft_pb2.DrafterInfo()
         self.info.CopyFrom(other.info)
         self.info.name, self.info.kind = name, "hybrid"
-        self.info.modes[:] = [mode for mode in other.info.modes if mode in _MODES]
+        # Those in which each text that is assumed has a state of its own.
+        self.info.modes[:] = [mode for mode in other.info.modes if mode in PREFETCH]
         self._suffix = suffix
         self._other = other
         self._min_match = min_match

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import torch
 
-from draft_worker.drafters.base import Kind, Loading
+from draft_worker.drafters.base import PREFETCH, Kind, Loading
 from draft_worker.drawing import DraftCounterNoise, draw, ranking, runners_up
 from protos.v1 import draft_pb2
 from splitspec.engine.backends import load_model
@@ -21,7 +21,7 @@ from splitspec.tokens import common_prefix
 from splitspec.types import Drawing, Mode
 from splitspec.wire import Draft, SparseDistribution
 
-_MODES = [mode.value for mode in (Mode.PIPELINED, Mode.PREFETCH_PULL, Mode.PREFETCH_PUSH)]
+_MODES = [Mode.PIPELINED.value, *PREFETCH]
 
 
 class ModelState:

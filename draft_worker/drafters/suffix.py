@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from draft_worker.automaton import SuffixAutomaton
-from draft_worker.drafters.base import Kind, Loading, positive
+from draft_worker.drafters.base import PREFETCH, Kind, Loading, distinct, followed, positive
 from draft_worker.past_answers import Book, PastAnswers
 from protos.v1 import draft_pb2
 from splitspec.tokens import common_prefix
@@ -56,7 +56,7 @@ class SuffixDrafter:
     pools: Sequence[BlockPool] = ()
 
     def __init__(self, name: str, reach: int, past_answers: PastAnswers | None = None) -> None:
-        self.info = draft_pb2.DrafterInfo(name=name, kind="suffix")
+        self.info = draft_pb2.DrafterInfo(name=name, kind="suffix", modes=PREFETCH)
         self._reach = reach
         self._past = past_answers
 
@@ -80,6 +80,25 @@ class SuffixDrafter:
         yield from ()
         self.read(state, token_ids)
         return Draft.certain(self.continuation(state, num_draft_tokens, drawing).token_ids)
+
+    def guess(
+        self,
+        state: SuffixState,
+        token_ids: Sequence[int],
+        draft: Draft,
+        drawing: Drawing,
+        noise: DraftCounterNoise,
+        counts: Sequence[int],
+    ) -> Steps[list[list[tuple[int, SuffixState]]]]:
+        """See PrefetchDrafter: what followed ever shorter matches in the session."""
+        yield from ()
+        guesses = []
+        for path, own, count in followed(draft, counts):
+            self.read(state, [*token_ids, *path])
+            tokens = distinct(state.automaton.followers(), own, count)
+            guesses.append([(token, state.fork()) for token in tokens])
+        self.read(state, token_ids)
+        return guesses
 
     def read(self, state: SuffixState, token_ids: Sequence[int]) -> int:
         """As `feed`, which needs no passes."""

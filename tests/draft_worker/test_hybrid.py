@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from draft_worker.drafters import DrafterSpec, Loading, build_drafter
 from draft_worker.drafters.hybrid import HybridDrafter, HybridState
-from draft_worker.drafters.lookup import LookupDrafter, LookupState
+from draft_worker.drafters.lookup import LookupDrafter, LookupIndex, LookupState
 from draft_worker.drafters.model import ModelDrafter, ModelState
 from draft_worker.drafters.suffix import SuffixDrafter
 from draft_worker.drawing import DraftCounterNoise
@@ -214,7 +214,7 @@ class FeatureState(LookupState):
     """With the features that were taken, one number a token."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(LookupIndex(range(1, 0, -1)))
         self.features: list[float] = []
 
 

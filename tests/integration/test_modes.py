@@ -20,18 +20,20 @@ pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pyte
 #: Of 20 tokens each.
 PROMPTS = [list(range(start, start + 20)) for start in (1000, 2000)]
 #: What is pipelined holds behind drafts that are accepted whole, the target's own;
-#: most of its layers are right now and then.
+#: most of its layers, and what came before, are right now and then.
 CASES = [
     (Mode.PIPELINED, "model"),
     (Mode.PREFETCH_PULL, "layer_skip"),
     (Mode.PREFETCH_PUSH, "layer_skip"),
+    (Mode.PREFETCH_PULL, "suffix"),
+    (Mode.PREFETCH_PUSH, "lookup"),
 ]
 LENGTH = 40
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def stack(tiny_model: Path) -> AsyncIterator[Stack]:
-    drafters = [f"model={tiny_model}", f"layer_skip={tiny_model}", "lookup"]
+    drafters = [f"model={tiny_model}", f"layer_skip={tiny_model}", "lookup", "suffix"]
     async with Stack(model=tiny_model, drafters=drafters, coordinator_args=PATIENT) as running:
         yield running
 
@@ -49,7 +51,7 @@ async def generate(
         prompt,
         temperature=0.0 if rule is None else 1.0,
         # Few, so that a draft is right now and then.
-        allowed_token_ids=[] if rule is None else range(100, 106),
+        allowed_token_ids=range(100, 106),
         seed=None if rule is None else 5,
         rule=rule,
         max_tokens=LENGTH,

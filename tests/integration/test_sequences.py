@@ -23,7 +23,7 @@ from tests.integration.functions import speak
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
 VOCABULARY_SIZE = 24
-NUM_SEQUENCES = 5000
+NUM_SEQUENCES = [1000, pytest.param(5000, marks=pytest.mark.full)]
 AT_ONCE = 16
 
 
@@ -47,7 +47,8 @@ def save_model(directory: Path, seed: int) -> Path:
     return directory
 
 
-async def test_five_thousand_sequences(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_sequences", NUM_SEQUENCES)
+async def test_sequences(tmp_path: Path, num_sequences: int) -> None:
     target_model, draft_model = save_model(tmp_path / "target", 1), save_model(tmp_path / "draft", 2)
     target = CausalLM.load(target_model, name="target", dtype="float32", device="cpu")
     specs = ["lookup", "suffix", f"model={draft_model}", f"hybrid,drafter=model={draft_model}"]
@@ -92,8 +93,10 @@ async def test_five_thousand_sequences(tmp_path: Path) -> None:
         ) as stack,
         AsyncClient(stack.address) as client,
     ):
-        for first in range(0, NUM_SEQUENCES, AT_ONCE):
-            seeds = range(first, min(first + AT_ONCE, NUM_SEQUENCES))
+        for first in range(0, num_sequences, AT_ONCE):
+            seeds = range(first, min(first + AT_ONCE, num_sequences))
             await asyncio.gather(*(check(client, seed) for seed in seeds))
     # Each rule had its share of accepted tokens, so that agreeing on them says something.
-    assert min(accepted[rule] for rule in (Rule.TOKEN, Rule.BLOCK, Rule.SHARED_NOISE)) > 400, accepted
+    assert min(accepted[rule] for rule in (Rule.TOKEN, Rule.BLOCK, Rule.SHARED_NOISE)) > num_sequences / 12, (
+        accepted
+    )
