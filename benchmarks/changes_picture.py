@@ -14,6 +14,13 @@ TITLES = {
     "acceptance": "acceptance from 0.9 to 0.4",
     "load": "from 1 to 32 sessions",
 }
+COLORS = {
+    "plain": "C7",
+    "sequential": "C4",
+    "pipelined": "C3",
+    "prefetch_pull": "C2",
+    "prefetch_push": "C0",
+}
 _SMOOTHED = 8
 
 
@@ -43,11 +50,11 @@ def _numbered(run: Change) -> list[tuple[int, Did]]:
 
 def _choices(panel: Axes, run: Change) -> None:
     rounds = _numbered(run)
-    for mode in dict.fromkeys(did.mode for _, did in rounds):
-        (line,) = panel.plot([], [], "o", label=mode)
-        for tried, fill in ((False, line.get_color()), (True, "none")):
-            points = [(n, did.k) for n, did in rounds if did.mode == mode and did.tried is tried]
-            panel.plot(*zip(*points, strict=True), "o", color=line.get_color(), mfc=fill) if points else None
+    for mode, color in COLORS.items():
+        for tried, fill in ((False, color), (True, "none")):
+            shown = [(n, did.k) for n, did in rounds if did.mode == mode and did.tried is tried]
+            places, lengths = [n for n, _ in shown], [k for _, k in shown]
+            panel.plot(places, lengths, "o", color=color, mfc=fill, label=None if tried else mode)
     panel.set_ylim(bottom=-0.5)
     panel.legend(fontsize="small")
 

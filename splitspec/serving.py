@@ -47,7 +47,7 @@ SERVER_OPTIONS = [
 ]
 
 
-#: What a call that is handed back gets to end in good order.
+#: What a call that is handed back gets to end in good order, and what is left of one that its client ended.
 _HAND_BACK_S = 2.0
 _RETRY_AFTER_S = 0.5
 
@@ -64,8 +64,8 @@ class Server:
         self._settings = settings
         self._services = services
         self._leaving = asyncio.Event()
-        guard = Guard(self._leaving)
-        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
+        self._guard = Guard(self._leaving)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[self._guard])
         self._health = HealthServicer()
         add(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -100,12 +100,17 @@ class Server:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Not ready first; then calls that run get the grace time; what is left is handed back."""
+        """Not ready first; then calls that run get the grace time; what is left is handed back.
+
+        A call that its client has ended isn't the library's any more, but may have a session to leave.
+        """
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         grace_s = self._settings.shutdown_grace_s if error is None else 0
         hand_back = asyncio.get_running_loop().call_later(grace_s, self._leaving.set)
         await self._server.stop(grace_s + _HAND_BACK_S)
         hand_back.cancel()
+        if self._guard.calls:
+            await asyncio.wait(self._guard.calls, timeout=_HAND_BACK_S)
 
     async def set_ready(self) -> None:
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
@@ -133,6 +138,8 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def __init__(self, leaving: asyncio.Event) -> None:
         self._leaving = leaving
+        #: Those under way, whoever has ended them.
+        self.calls: set[asyncio.Task[Any]] = set()
 
     async def intercept_service(
         self,
@@ -149,6 +156,10 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def _guarded(self, inner: Callable[..., Coroutine[Any, Any, Any]], method: str) -> Callable[..., Any]:
         async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            call = asyncio.current_task()
+            assert call is not None
+            self.calls.add(call)
+            call.add_done_callback(self.calls.discard)
             try:
                 return await self._until_leaving(inner(request, context))
             except Exception as error:
