@@ -193,7 +193,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="two round trips, shorter runs")
     arguments = parser.parse_args()
-    round_trips, seconds = ((5.0, 50.0), 2.0) if arguments.quick else (ROUND_TRIPS_MS, 8.0)
+    round_trips, seconds = ((5.0, 50.0), 2.0) if arguments.quick else (ROUND_TRIPS_MS, 5.0)
     sites = [
         Site(a, DRAFT_MS, PASS_MS, POSITION_MS, round_trip, EXPECTED_HITS)
         for a in ACCEPTANCES
