@@ -131,12 +131,12 @@ def read_bandwidth(repetitions: int) -> float:
     return numbers.nbytes / in_turns([numbers.sum], repetitions)[0]
 
 
-def prompts(directory: Path, per_group: int) -> list[tuple[int, ...]]:
-    """First turns of Spec-Bench in the model's chat template, group by group, the last 768 tokens of each."""
+def prompts(directory: Path, per_group: int, length: int) -> list[tuple[int, ...]]:
+    """First turns of Spec-Bench in the model's chat template, group by group, the last tokens of each."""
     tokenizer: Any = AutoTokenizer.from_pretrained(directory)
     turns = [[{"role": "user", "content": question.turns[0]}] for question in questions(per_group)]
     texts = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-    return [tuple(text[-768:]) for text in texts]
+    return [tuple(text[-length:]) for text in texts]
 
 
 def speculation(
@@ -188,7 +188,7 @@ def measure(
     service = {}
     if dtype == "bfloat16":  # as targets are served
         service = {
-            "speculation": speculation(model, texts, 2 + repetitions // 3 * 2, num_tokens),
+            "speculation": speculation(model, texts, repetitions // 3 * 2, num_tokens),
             "deterministic": identical(model, texts, num_tokens),
             "not_deterministic": identical(loose, texts, num_tokens),
         }
@@ -240,7 +240,7 @@ def main() -> None:
     arguments = parser.parse_args()
     repetitions, num_tokens = (3, 16) if arguments.quick else (9, 128)
     directory = fetch_demo_model()
-    texts = prompts(directory, 1)[:2] if arguments.quick else prompts(directory, 11)[:64]
+    texts = prompts(directory, 1, 64)[:2] if arguments.quick else prompts(directory, 11, 768)[:64]
     tables = {}
     for dtype in DTYPES:
         tables[dtype] = measure(directory, dtype, repetitions, num_tokens, texts)

@@ -85,7 +85,7 @@ async def play(redis_url: str | None, console: Console) -> None:
             flag = [f"--trace-file={trace}"]
             stack = Stack(
                 model=model,
-                drafters=["hybrid,drafter=eagle=demo"],
+                drafters=["hybrid,drafter=eagle=demo,depth=2"],
                 target_args=flag,
                 draft_args=flag,
                 # On one machine what is drafted ahead takes the target's cores.

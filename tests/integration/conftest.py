@@ -21,7 +21,9 @@ SKIPPED = "+".join(str(layer) for layer in range(4, 27))
 def drafters(model: Path) -> list[str]:
     """One drafter of each kind; `model` is the target itself, so that it is nearly always right."""
     cheap = f"layer_skip={model},skip={SKIPPED}"
-    return ["lookup", "suffix,past_answers=20000", cheap, f"model={model}", f"hybrid,drafter={cheap}"]
+    trained = "eagle=demo"  # which fits the demo model alone
+    matching = ["lookup", "suffix,past_answers=20000", f"hybrid,drafter={cheap}"]
+    return [*matching, cheap, f"model={model}", trained]
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

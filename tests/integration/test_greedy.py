@@ -18,15 +18,15 @@ NEW_TOKENS = 64
 FEW = (0, 7, 8)
 CASES = [
     (0, "lookup"),
-    (8, "lookup"),
     (4, "layer_skip"),
     (8, "model"),
     (4, "hybrid"),
+    (8, "eagle"),
     *(
         pytest.param(k, drafter, marks=pytest.mark.full)
         for k, drafter in (
-            *((1, "lookup"), (4, "lookup"), (4, "suffix")),
-            *((1, "layer_skip"), (8, "layer_skip"), (1, "model"), (4, "model")),
+            *((1, "lookup"), (4, "lookup"), (8, "lookup"), (4, "suffix")),
+            *((1, "layer_skip"), (8, "layer_skip"), (1, "model"), (4, "model"), (4, "eagle")),
         )
     ),
 ]

@@ -254,8 +254,8 @@ async def test_another_target_takes_over_in_mid_stream(tiny_model: Path, tmp_pat
 
 async def test_draft_worker_rejoins_the_running_request(tiny_model: Path) -> None:
     async with tiny_stack(tiny_model) as stack, AsyncClient(stack.address) as client:
-        expected = await reference(client, PROMPT, 3000)
-        generation = greedy(client, PROMPT, max_tokens=3000, num_draft_tokens=2)
+        expected = await reference(client, PROMPT, 2000)
+        generation = greedy(client, PROMPT, max_tokens=2000, num_draft_tokens=2)
         chunks: list[Chunk] = []
         restart: asyncio.Task[None] | None = None
         async for chunk in generation:
@@ -280,7 +280,7 @@ async def test_redis_stopped_in_mid_stream(tiny_model: Path) -> None:
             redis_url=redis.url,
         )
         async with stack, AsyncClient(stack.address) as client:
-            generation = greedy(client, PROMPT, max_tokens=3500, session_id="away", num_draft_tokens=1)
+            generation = greedy(client, PROMPT, max_tokens=1200, session_id="away", num_draft_tokens=1)
             chunks: list[Chunk] = []
             stopped = resumed = False
             async for chunk in generation:
@@ -297,7 +297,7 @@ async def test_redis_stopped_in_mid_stream(tiny_model: Path) -> None:
             with Redis.from_url(redis.url) as raw:
                 journal = raw.get("splitspec:{/away}:journal")
             assert isinstance(journal, bytes)
-            assert len(journal) == 4 * (len(PROMPT) + 3500)
+            assert len(journal) == 4 * (len(PROMPT) + 1200)
             assert ids[-1] == int.from_bytes(journal[-4:], "little")
 
 
@@ -326,8 +326,8 @@ async def test_client_that_vanishes_frees_the_workers(tiny: Stack) -> None:
 async def test_stopping_coordinator_hands_requests_back(tiny_model: Path) -> None:
     async with tiny_stack(tiny_model, coordinator=("--shutdown-grace-s", "0.3")) as stack:
         async with AsyncClient(stack.address) as client:
-            expected = await reference(client, PROMPT, 3000)
-            generation = greedy(client, PROMPT, request_id="back", max_tokens=3000)
+            expected = await reference(client, PROMPT, 800)
+            generation = greedy(client, PROMPT, request_id="back", max_tokens=800)
             ids = [token.id for token in (await generation.read() or _no_chunk()).tokens]
             stopping = asyncio.create_task(stack.coordinator.stop())
             try:
@@ -338,10 +338,10 @@ async def test_stopping_coordinator_hands_requests_back(tiny_model: Path) -> Non
                 assert "this server is stopping" in str(error)  # noqa: PT017
                 assert error.retry_after_s > 0  # noqa: PT017
             await stopping
-        assert 0 < len(ids) < 3000
+        assert 0 < len(ids) < 800
         await stack.coordinator.start()
         async with AsyncClient(stack.address) as client:
-            retried = greedy(client, PROMPT, request_id="back", resume_offset=len(ids), max_tokens=3000)
+            retried = greedy(client, PROMPT, request_id="back", resume_offset=len(ids), max_tokens=800)
             assert ids + (await retried.result()).token_ids == expected
 
 
@@ -401,8 +401,8 @@ async def test_a_draft_worker_that_hung_comes_back_into_the_running_request(tiny
         tiny_stack(tiny_model, coordinator=("--draft-patience", "2")) as stack,
         AsyncClient(stack.address) as client,
     ):
-        expected = await reference(client, PROMPT, 2500)
-        generation = greedy(client, PROMPT, max_tokens=2500, num_draft_tokens=2)
+        expected = await reference(client, PROMPT, 1500)
+        generation = greedy(client, PROMPT, max_tokens=1500, num_draft_tokens=2)
         origins: list[Origin] = []
         ids: list[int] = []
         stopped_at = 0
