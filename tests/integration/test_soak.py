@@ -44,13 +44,14 @@ async def one(client: AsyncClient, seed: int) -> None:
     prompt = shared + [chance.randrange(100, 40000) for _ in range(int(10 ** chance.uniform(0, 2.3)))]
     session_id = chance.choice(["", f"soak-{seed}"])
     drafter = chance.choice(["model", "lookup"])
+    modes = [mode for mode in Mode if drafter == "model" or mode is not Mode.PIPELINED]
     options: GenerateOptions = {
         "temperature": chance.choice([0.0, 0.9]),
         "ignore_eos": True,
         "max_tokens": chance.randint(1, 40),
         "num_draft_tokens": chance.choice([0, 1, 3, 8]),
         "drafter": drafter,
-        "mode": chance.choice(list(Mode)) if drafter == "model" else None,
+        "mode": chance.choice(modes),
         "session_id": session_id,
     }
     if chance.random() < 0.3:
