@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ PROMPT = list(range(1000, 1064))
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 ROWS = (1, 2, 5, 9, 17, 33)
 SESSIONS = (1, 4, 16, 32)
-LENGTH = 256
+LENGTH = 128
 DRAFTED = (0, 2, 4, 7)
 
 
@@ -86,14 +87,14 @@ def generate(library: Any, num_tokens: int) -> None:
 class Batch:
     """Some sessions of LENGTH tokens each, fed a few rows over and over."""
 
-    def __init__(self, model: CausalLM, sessions: int, rows: int) -> None:
-        self._model, self._rows = model, rows
+    def __init__(self, model: CausalLM, sessions: int) -> None:
+        self._model = model
         self._kvs = [model.new_kv() for _ in range(sessions)]
         for index, kv in enumerate(self._kvs):
             model.forward(kv, [(index + place * 97) % 40000 for place in range(LENGTH)], 0)
 
-    def step(self) -> None:
-        feeds = [Feed(kv, PROMPT[: self._rows], self._rows) for kv in self._kvs]
+    def step(self, rows: int) -> None:
+        feeds = [Feed(kv, PROMPT[:rows], rows) for kv in self._kvs]
         self._model.forward_batch(feeds)
         for kv in self._kvs:
             kv.truncate(LENGTH)
@@ -103,13 +104,18 @@ class Batch:
             kv.free()
 
 
-def batch_ms(models: list[CausalLM], sessions: int, rows: int, repetitions: int) -> list[float]:
-    """Milliseconds of a pass of each model, in turns."""
-    batches = [Batch(model, sessions, rows) for model in models]
-    times = in_turns([batch.step for batch in batches], repetitions)
+def batch_ms(
+    models: list[CausalLM], sessions: int, rows: Sequence[int], repetitions: int
+) -> dict[int, list[float]]:
+    """For each number of rows, milliseconds of a pass of each model, in turns."""
+    batches = [Batch(model, sessions) for model in models]
+    found = {}
+    for count in rows:
+        jobs = [functools.partial(batch.step, count) for batch in batches]
+        found[count] = [1e3 * value for value in in_turns(jobs, repetitions)]
     for batch in batches:
         batch.free()
-    return [1e3 * value for value in times]
+    return found
 
 
 def prompt_tokens_per_s(model: CausalLM, repetitions: int) -> float:
@@ -183,8 +189,11 @@ def measure(
     ours, theirs = in_turns(
         [lambda: decode(model, num_tokens), lambda: generate(library, num_tokens)], repetitions
     )
-    sizes = [(sessions, rows) for sessions in SESSIONS for rows in (1, 5)]
-    batches = {size: batch_ms([model, loose], *size, repetitions) for size in sizes}
+    batches = {
+        f"{sessions}x{rows}": times
+        for sessions in SESSIONS
+        for rows, times in batch_ms([model, loose], sessions, (1, 5), repetitions).items()
+    }
     service = {}
     if dtype == "bfloat16":  # as targets are served
         service = {
@@ -197,9 +206,9 @@ def measure(
         "self_test_equal": model.info.deterministic,
         "plain_tokens_per_s": num_tokens / ours,
         "library_tokens_per_s": num_tokens / theirs,
-        "rows_ms": {rows: batch_ms([model], 1, rows, repetitions)[0] for rows in ROWS},
-        "sessions_x_rows_ms": {f"{s}x{r}": batches[s, r][0] for s, r in sizes},
-        "not_deterministic_ms": {f"{s}x{r}": batches[s, r][1] for s, r in sizes},
+        "rows_ms": {rows: times[0] for rows, times in batch_ms([model], 1, ROWS, repetitions).items()},
+        "sessions_x_rows_ms": {size: times[0] for size, times in batches.items()},
+        "not_deterministic_ms": {size: times[1] for size, times in batches.items()},
         "prompt_tokens_per_s": prompt_tokens_per_s(model, repetitions),
         "prompt_tokens_per_s_not_deterministic": prompt_tokens_per_s(loose, repetitions),
         "weight_bytes": sum(weight.nbytes for weight in library.parameters()),
