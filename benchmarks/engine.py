@@ -111,7 +111,7 @@ def batch_ms(
     batches = [Batch(model, sessions) for model in models]
     found = {}
     for count in rows:
-        jobs = [functools.partial(batch.step, count) for batch in batches]
+        jobs: list[Callable[[], object]] = [functools.partial(batch.step, count) for batch in batches]
         found[count] = [1e3 * value for value in in_turns(jobs, repetitions)]
     for batch in batches:
         batch.free()
