@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import tempfile
 import time
@@ -99,7 +100,6 @@ async def run(bench: Bench, site: Site, change: Callable[[], Awaitable[None]]) -
 async def measure(bench: Bench, repeats: int) -> list[tuple[str, str, int]]:
     """Name, request and time of every change."""
     calm = Site(0.8, DRAFT_MS, PASS_MS, POSITION_MS, 5.0)
-    near, good = replace(calm, round_trip_ms=1.0), replace(calm, acceptance=0.9)
     others: list[asyncio.Task[None]] = []
 
     async def set_to(site: Site) -> None:
@@ -114,13 +114,22 @@ async def measure(bench: Bench, repeats: int) -> list[tuple[str, str, int]]:
     async def crowd() -> None:
         others.extend(asyncio.create_task(other(seed)) for seed in range(2, SESSIONS + 1))
 
+    scenes: list[tuple[str, Site, Callable[[], Awaitable[None]]]] = [
+        (
+            "round_trip",
+            replace(calm, round_trip_ms=1.0),
+            functools.partial(set_to, replace(calm, round_trip_ms=50.0)),
+        ),
+        (
+            "acceptance",
+            replace(calm, acceptance=0.9),
+            functools.partial(set_to, replace(calm, acceptance=0.4)),
+        ),
+        ("load", calm, crowd),
+    ]
     found = []
-    for _ in range(repeats):
-        away = replace(near, round_trip_ms=50.0)
-        found.append(("round_trip", *await run(bench, near, lambda away=away: set_to(away))))  # type: ignore[misc]
-        bad = replace(good, acceptance=0.4)
-        found.append(("acceptance", *await run(bench, good, lambda bad=bad: set_to(bad))))  # type: ignore[misc]
-        found.append(("load", *await run(bench, calm, crowd)))
+    for name, site, change in scenes * repeats:
+        found.append((name, *await run(bench, site, change)))
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
