@@ -110,7 +110,8 @@ CASES: dict[str, tuple[Request, type[SplitspecError], str, str]] = {
         Request(text="hi", speculation=Speculation(drafter="crystal_ball")),
         NotFoundError,
         "speculation.drafter",
-        r"speculation.drafter is 'crystal_ball', expected one of: hybrid, layer_skip, lookup, model, suffix",
+        r"speculation.drafter is 'crystal_ball', "
+        "expected one of: eagle, hybrid, layer_skip, lookup, model, suffix",
     ),
     "resume": (
         Request(text="hi", resume_offset=3),
