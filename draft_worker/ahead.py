@@ -105,7 +105,8 @@ class Ahead:
 
         None for a miss. All other branches are dropped, and no job of theirs runs any more.
         """
-        root = self._stop()
+        self._stop()
+        root = self._root
         if root is None:
             return None
         root.dropped = True
@@ -117,6 +118,8 @@ class Ahead:
                 _drop(child)
         await self._dropped(root)
         self._learn(root, tokens, found)
+        # Only now: a session that ends before finds all that is to be dropped.
+        self._root = found
         return found
 
     async def draft(self, branch: Branch, timer: Timer, steps: Steps[Draft] | None = None) -> None:
@@ -150,18 +153,17 @@ class Ahead:
 
     def drop(self) -> None:
         """The session ends: nothing more is drafted."""
-        root = self._stop()
+        self._stop()
+        root, self._root = self._root, None
         if root is not None:
             _drop(root)
             _task(self._dropped(root))
 
-    def _stop(self) -> Branch | None:
-        """Begin no other branches of the root, which is returned."""
-        root, self._root = self._root, None
+    def _stop(self) -> None:
+        """Begin no other branches of the root."""
         if self._going_on is not None:
             self._going_on.cancel()
             self._going_on = None
-        return root
 
     def steps(self, branch: Branch) -> Steps[Draft]:
         """The drafter's proposal on a branch's text."""
