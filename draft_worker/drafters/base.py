@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -123,16 +123,22 @@ class PrefetchDrafter(Drafter, Protocol):
         ...
 
 
-def followed(draft: Draft, counts: Sequence[int]) -> Iterator[tuple[Sequence[int], set[int], int]]:
-    """For `guess`: each place's path, the draft tokens that follow there, and its count."""
+def guessed(
+    draft: Draft, counts: Sequence[int], followers: Callable[[Sequence[int]], Iterable[int]]
+) -> Iterator[list[int]]:
+    """For `guess`, place by place: of the tokens that may follow a path, in their order, the first so many
+    different ones that aren't draft tokens there. Nothing is looked for where none is wanted.
+    """
     for path, nodes, count in zip(draft.paths, draft.children, counts, strict=True):
-        yield path, {draft.token_ids[node] for node in nodes}, count
-
-
-def distinct(tokens: Iterable[int], own: Collection[int], count: int) -> list[int]:
-    """The first `count` different ones that aren't among a place's own."""
-    others = dict.fromkeys(token for token in tokens if token not in own)
-    return list(others)[:count]
+        found: list[int] = []
+        passed_over = {draft.token_ids[node] for node in nodes}
+        for token in followers(path) if count else ():
+            if token not in passed_over:
+                found.append(token)
+                passed_over.add(token)
+            if len(found) == count:
+                break
+        yield found
 
 
 @dataclass(frozen=True, slots=True)

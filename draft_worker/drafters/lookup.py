@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from draft_worker.drafters.base import PREFETCH, Kind, Loading, distinct, followed, positive
+from draft_worker.drafters.base import PREFETCH, Kind, Loading, guessed, positive
 from protos.v1 import draft_pb2
 from splitspec.errors import ConfigError
 from splitspec.tokens import common_prefix
@@ -121,12 +121,12 @@ class LookupDrafter:
     ) -> Steps[list[list[tuple[int, LookupState]]]]:
         """See PrefetchDrafter: what followed the other matches, the longest first."""
         yield from ()
-        guesses = []
-        for path, own, count in followed(draft, counts):
+
+        def followers(path: Sequence[int]) -> Iterator[int]:
             state.index.read([*token_ids, *path])
-            tokens = (state.index.tokens[place] for place in state.index.matches())
-            guesses.append([(token, replace(state)) for token in distinct(tokens, own, count)])
-        return guesses
+            return (state.index.tokens[place] for place in state.index.matches())
+
+        return [[(token, replace(state)) for token in after] for after in guessed(draft, counts, followers)]
 
     def rest(self, state: LookupState) -> None:
         """See Drafter. It holds next to nothing."""

@@ -7,12 +7,12 @@ costs the round something. A match's length is a matter of committed tokens alon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from draft_worker.automaton import SuffixAutomaton
-from draft_worker.drafters.base import PREFETCH, Kind, Loading, distinct, followed, positive
+from draft_worker.drafters.base import PREFETCH, Kind, Loading, guessed, positive
 from draft_worker.past_answers import Book, PastAnswers
 from protos.v1 import draft_pb2
 from splitspec.tokens import common_prefix
@@ -92,11 +92,12 @@ class SuffixDrafter:
     ) -> Steps[list[list[tuple[int, SuffixState]]]]:
         """See PrefetchDrafter: what followed ever shorter matches in the session."""
         yield from ()
-        guesses = []
-        for path, own, count in followed(draft, counts):
+
+        def followers(path: Sequence[int]) -> Iterator[int]:
             self.read(state, [*token_ids, *path])
-            tokens = distinct(state.automaton.followers(), own, count)
-            guesses.append([(token, state.fork()) for token in tokens])
+            return state.automaton.followers()
+
+        guesses = [[(token, state.fork()) for token in after] for after in guessed(draft, counts, followers)]
         self.read(state, token_ids)
         return guesses
 
