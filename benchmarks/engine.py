@@ -3,9 +3,9 @@
 All in one run, on the demo model, in bfloat16 and float32: plain tokens per second of the engine and of the
 library in turns; time of one pass over 1 to 33 rows, and over 1 to 32 sessions with 1 row (plain decoding)
 and 5 rows (verification of K = 4) each; prompt tokens per second; what the same bits in any batch cost;
-tokens per second of 1 to 32 sessions that go on with prompts of Spec-Bench, plain and drafted by lookup; and
-how much of their text is the same for every K, alone and in mixed batches, with `deterministic` and without;
-how long a target worker's health service takes to answer while prompts of 2,000 tokens are fed.
+tokens per second of 1 to 32 sessions that go on with prompts of Spec-Bench, plain and drafted by lookup; how
+much of the text of a few is the same for every K, alone and in mixed batches (deterministic.py compares
+more); how long a target worker's health service takes to answer while prompts of 2,000 tokens are fed.
 Only ratios of one run mean much: the machine and what else runs on it change all of them together.
 
 The last line is JSON: `plain_vs_library_bf16` and `_fp32` (tokens per second, engine / library),
@@ -31,12 +31,12 @@ from pathlib import Path
 from typing import Any
 
 from common import machine, save_result  # benchmarks/common.py; first, as it sets how threads wait
-from prompts import questions
+from prompts import prompts
 from service import health_latencies_ms
-from sessions import KINDS, Request, run
+from sessions import Request, identical, run
 
 import torch  # isort: skip
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from splitspec.engine.causal_lm import CausalLM
 from splitspec.engine.feed import Feed
@@ -48,6 +48,8 @@ ROWS = (1, 2, 5, 9, 17, 33)
 SESSIONS = (1, 4, 16, 32)
 LENGTH = 128
 DRAFTED = (0, 2, 4, 7)
+#: Prompts whose texts are compared.
+COMPARED = 4
 
 
 def seconds(job: Callable[[], object]) -> float:
@@ -137,14 +139,6 @@ def read_bandwidth(repetitions: int) -> float:
     return numbers.nbytes / in_turns([numbers.sum], repetitions)[0]
 
 
-def prompts(directory: Path, per_group: int, length: int) -> list[tuple[int, ...]]:
-    """First turns of Spec-Bench in the model's chat template, group by group, the last tokens of each."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-    turns = [[{"role": "user", "content": question.turns[0]}] for question in questions(per_group)]
-    texts = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-    return [tuple(text[-length:]) for text in texts]
-
-
 def speculation(
     model: CausalLM, texts: list[tuple[int, ...]], repetitions: int, num_tokens: int
 ) -> dict[int, dict[str, float]]:
@@ -165,21 +159,6 @@ def speculation(
     return found
 
 
-def identical(model: CausalLM, texts: list[tuple[int, ...]], num_tokens: int) -> dict[str, int]:
-    """Texts that are those of K = 0 alone, of those compared: K of 3 and 7 alone, and 0, 3 and 7 mixed."""
-    same = compared = 0
-    for start in range(0, len(texts), 4):
-        cases = [(text, kind) for text in texts[start : start + 4] for kind in KINDS]
-        alone = {case: run(model, [Request(*case, 0, num_tokens)])[0][0] for case in cases}
-        mixed = [Request(*case, k, num_tokens) for case in cases for k in (0, 3, 7)]
-        drafted = [request for request in mixed if request.k]
-        results = [run(model, [request])[0][0] for request in drafted] + run(model, mixed)[0]
-        for request, result in zip([*drafted, *mixed], results, strict=True):
-            same += result == alone[request.prompt, request.kind]
-            compared += 1
-    return {"identical": same, "compared": compared}
-
-
 def measure(
     directory: Path, dtype: str, repetitions: int, num_tokens: int, texts: list[tuple[int, ...]]
 ) -> dict[str, Any]:
@@ -198,8 +177,7 @@ def measure(
     if dtype == "bfloat16":  # as targets are served
         service = {
             "speculation": speculation(model, texts, repetitions // 3 * 2, num_tokens),
-            "deterministic": identical(model, texts, num_tokens),
-            "not_deterministic": identical(loose, texts, num_tokens),
+            "deterministic": identical(model, texts[:COMPARED], num_tokens),
         }
     return {
         **service,

@@ -12,6 +12,9 @@ from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
 
 _PATH = Path(__file__).parent / "data" / "spec_bench.jsonl.gz"
 _GROUPS = {
@@ -45,3 +48,11 @@ def questions(per_group: int | None, groups: Collection[str] = GROUPS) -> list[Q
     # Conversation's categories follow one another, five questions each.
     found["conversation"].sort(key=lambda question: question.id % 10)
     return [question for group in found if group in groups for question in found[group][:per_group]]
+
+
+def prompts(directory: Path, per_group: int, length: int) -> list[tuple[int, ...]]:
+    """First turns of Spec-Bench in the model's chat template, group by group, the last tokens of each."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    turns = [[{"role": "user", "content": question.turns[0]}] for question in questions(per_group)]
+    texts = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    return [tuple(text[-length:]) for text in texts]

@@ -72,3 +72,18 @@ async def _all(
     for kv in kvs:
         kv.free()
     return texts, took
+
+
+def identical(model: CausalLM, texts: Sequence[tuple[int, ...]], num_tokens: int) -> dict[str, int]:
+    """How many texts are those of K = 0 alone, of how many: each kind with K of 3 and 7 alone, and with 0, 3
+    and 7 in one batch of all of them."""
+    cases = [(text, kind) for text in texts for kind in KINDS]
+    alone = {case: run(model, [Request(*case, 0, num_tokens)])[0][0] for case in cases}
+    mixed = [Request(*case, k, num_tokens) for case in cases for k in (0, 3, 7)]
+    drafted = [request for request in mixed if request.k]
+    results = [run(model, [request])[0][0] for request in drafted] + run(model, mixed)[0]
+    same = [
+        result == alone[request.prompt, request.kind]
+        for request, result in zip([*drafted, *mixed], results, strict=True)
+    ]
+    return {"identical": sum(same), "compared": len(same)}
