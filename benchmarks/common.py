@@ -11,8 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-# As the workers have it; it counts only before torch loads, so import this module first.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from splitspec import worker_environment as worker_environment  # import this module before torch
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from splitspec.worker_environment import DEFAULTS
+
 #: Its modes by their name in tables.
 GENERATE, LOOKUP, ASSISTED = "library", "library lookup", "library assisted"
 #: A prompt of 8,000 ids is about 50 kB.
@@ -59,7 +61,7 @@ class LibraryProcess:
         self._arguments += [f"--assistant={assistant}"] if assistant else []
 
     async def __aenter__(self) -> Self:
-        environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+        environment = {name: value for name, value in os.environ.items() if name not in DEFAULTS}
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             __file__,

@@ -17,7 +17,8 @@ the run had.
 The last line is JSON, the worst cell of each: `sequential_vs_closed_form` (a round's time by the form over
 the mean measured, round trips of 5 ms and more), `best_vs_closed_form` (the fastest run over the best form),
 `controller_vs_best_fixed`, `controller_vs_plain`; and `overhead_ms_p50`: what a sequential round takes beyond
-both workers' own time and the round trip, by its trace, the median over all.
+both workers' own time, waits for a pass included, and the round trip, by its trace, the median over all; and
+`overhead_32_ms_p50`, the same of 32 sessions at once.
 """
 
 from __future__ import annotations
@@ -55,6 +56,9 @@ EXPECTED_HITS = 0.8
 ACCEPTANCES = (0.6, 0.8, 0.95)
 ROUND_TRIPS_MS = (0.5, 5.0, 20.0, 50.0, 100.0)
 
+#: At once, and what they draft.
+SESSIONS, CROWD_K = 32, 4
+
 PROMPT = list(range(16))
 #: Drafts are always waited for. So much is done ahead that the longest round trip can be hidden.
 FLAGS = ("--draft-patience=1000", "--draft-timeout-s=30", "--decode-window=8", "--num-ahead=16")
@@ -67,8 +71,9 @@ class Bench:
     client: AsyncClient
     proxy: DelayProxy
     draft: Path
-    #: Site and K of each sequential request, by its id.
+    #: Site and K of each sequential request, by its id; and of those that ran beside 31 others.
     sequential: dict[str, tuple[Site, int]]
+    crowded: dict[str, tuple[Site, int]]
 
     @classmethod
     @asynccontextmanager
@@ -85,7 +90,7 @@ class Bench:
             )
             async with stack, AsyncClient(stack.address) as client:
                 proxy.upstream = stack.target.address
-                yield cls(client, proxy, draft, {})
+                yield cls(client, proxy, draft, {}, {})
 
     def set(self, site: Site) -> None:
         """Both ends follow at once: the draft with its next pass, the proxy with its next bytes."""
@@ -129,6 +134,24 @@ class Bench:
         return replace(
             found, round_ms=statistics.fmean(gaps_ms), closed_round_ms=sequential_ms(site, choice.k)
         )
+
+    async def crowd(self, site: Site, num_tokens: int) -> None:
+        """SESSIONS sequential requests at once."""
+        self.set(site)
+
+        async def one(seed: int) -> None:
+            generation = self.client.generate(
+                PROMPT,
+                rule=Rule.TOKEN,
+                seed=seed,
+                max_tokens=num_tokens,
+                mode=Mode.SEQUENTIAL,
+                num_draft_tokens=CROWD_K,
+            )
+            await generation.result()
+            self.crowded[generation.started.request_id] = site, CROWD_K
+
+        await asyncio.gather(*(one(seed) for seed in range(SESSIONS)))
 
 
 def _acceptance(stats: AcceptanceStats, k: int | None) -> float | None:
@@ -176,15 +199,21 @@ def overheads(trace: Path, requests: Mapping[str, tuple[Site, int]]) -> dict[Sit
     return found
 
 
-async def measure_all(sites: Sequence[Site], seconds: float, directory: Path) -> list[Cell]:
+async def measure_all(
+    sites: Sequence[Site], seconds: float, directory: Path
+) -> tuple[list[Cell], list[float]]:
+    """Cells, and overheads of rounds beside 31 others."""
     trace = directory / "trace.jsonl"
     cells = []
     async with Bench.started(directory, trace) as bench:
         for site in sites:
             cells.append(await measure(bench, site, seconds))
             print(markdown(cells[-1:]).partition("|---|\n")[2], flush=True)
+        await bench.crowd(replace(sites[0], acceptance=0.8, round_trip_ms=5.0), num_tokens=100)
     found = overheads(trace, bench.sequential)
-    return [replace(cell, overhead_ms=tuple(found[site])) for cell, site in zip(cells, sites, strict=True)]
+    (crowded,) = overheads(trace, bench.crowded).values()
+    cells = [replace(cell, overhead_ms=tuple(found[site])) for cell, site in zip(cells, sites, strict=True)]
+    return cells, crowded
 
 
 def main() -> None:
@@ -200,9 +229,9 @@ def main() -> None:
         for round_trip in round_trips
     ]
     with tempfile.TemporaryDirectory() as directory:
-        cells = asyncio.run(measure_all(sites, seconds, Path(directory)))
+        cells, crowded = asyncio.run(measure_all(sites, seconds, Path(directory)))
     print(f"\n{markdown(cells)}\n")
-    last = summary(cells)
+    last = summary(cells) | {"overhead_32_ms_p50": round(statistics.median(crowded), 3)}
     kept = [asdict(cell) | {"overhead_ms": statistics.median(cell.overhead_ms)} for cell in cells]
     result = {"machine": machine(), "summary": last, "cells": kept}
     saved = save_result("overlap", result, quick=arguments.quick)

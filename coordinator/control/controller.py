@@ -19,6 +19,8 @@ from splitspec.types import MAX_NUM_DRAFT_TOKENS, Mode
 _HYSTERESIS = 1.05
 #: ms per draft token before any was seen, over those of a plain token.
 _FIRST_DRAFT = 0.125
+#: Share of a round by which the round trip must have changed for the modes' skew to be forgotten.
+_NEWS = 0.2
 
 _PLAIN = Arm(Mode.PLAIN, 0)
 
@@ -146,6 +148,10 @@ class Controller:
         if choice is not None and choice.predicted is not None and seen.num_draft_tokens:
             unskewed = choice.predicted * self._draft.drafter.skew[choice.mode]
             self._draft.drafter.skew.saw(choice.mode, seen.duration_ms, 1000 * seen.num_tokens / unskewed)
+        if choice is not None and choice.inputs is not None:
+            news_ms = abs(sum(self._round_trips_ms()) - choice.inputs.round_trip_ms)
+            if news_ms > _NEWS * seen.duration_ms:  # what rounds took beyond their forecasts has its reason now
+                self._draft.drafter.skew.forget()
         self._trying.observe(seen, self._target.plain_ms)
 
     def _meet(self) -> None:
@@ -206,7 +212,7 @@ class Controller:
         target, draft = self._target, self._draft
         sessions, queue = target.sessions, 1 + target.queue(drafted=True)
         plain_ms = (1 + target.queue(drafted=False)) * max(target.busy(sessions), 1e-3)
-        target_trip_ms = target.round_trip.value(0.0)
+        target_trip_ms, draft_trip_ms = self._round_trips_ms()
         token_ms = _FIRST_DRAFT * plain_ms
         if draft.proposal.known:
             token_ms = draft.proposal.slope
@@ -218,9 +224,14 @@ class Controller:
             proposal_ms=draft.proposal.intercept,
             token_ms=token_ms,
             branch_ms=draft.branch.value(token_ms),
-            round_trip_ms=target_trip_ms + draft.round_trip.value(target_trip_ms),
+            round_trip_ms=target_trip_ms + draft_trip_ms,
             target_round_trip_ms=target_trip_ms,
             hit_rate=self._outcomes.hit_rate,
             load=target.load,
             sessions=sessions,
         )
+
+    def _round_trips_ms(self) -> tuple[float, float]:
+        """Of the legs to target and draft worker."""
+        target_ms = self._target.round_trip.value(0.0)
+        return target_ms, self._draft.round_trip.value(target_ms)

@@ -344,6 +344,10 @@ class Skew:
         taken_ms = min(taken_ms, 3 * predicted_ms)
         self._sums[mode] = _SKEW_DECAY * taken + taken_ms, _SKEW_DECAY * predicted + predicted_ms
 
+    def forget(self) -> None:
+        """Begin anew: the forecasts have changed."""
+        self._sums.clear()
+
 
 class Shared:
     """The estimates that outlive a request, one object per coordinator; the last used ones are kept."""
