@@ -175,6 +175,8 @@ class DraftSession(WorkerSession[Drafting]):
     def detach(self) -> None:
         if self._ahead is not None:
             self._ahead.drop()
+            # It refers to this session, whose logits would stay until all of Python's objects are searched.
+            self._ahead = None
         super().detach()
 
     def rest(self) -> None:

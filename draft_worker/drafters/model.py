@@ -111,6 +111,7 @@ class ModelDrafter:
         return guesses
 
     def rest(self, state: ModelState) -> None:
+        state.next_logits = None  # the next request begins with other tokens
         state.kv.rest()
 
     def free(self, state: ModelState) -> None:

@@ -200,6 +200,7 @@ class Scheduler:
                 _on_loop(job.future, job.future.cancel)
             else:
                 self._advance(job, None)
+            del job  # what it holds isn't kept while nothing comes
         return True
 
     def _drop_left(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
+import gc
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ import pytest
 from coordinator.control.controller import Choice, Controller
 from coordinator.control.estimates import Shared
 from coordinator.control.seen import RoundSeen
-from draft_worker.drafters.model import ModelDrafter
+from draft_worker.drafters.model import ModelDrafter, ModelState
 from draft_worker.servicer import DraftWorker
 from protos.v1 import draft_pb2, target_pb2
 from splitspec.engine.simulated import SimulatedConfig, SimulatedLM
@@ -135,3 +137,22 @@ async def test_stale_branches_cost_no_pass(worlds: Worlds) -> None:
         m for m in wire.seen if isinstance(m, draft_pb2.DraftSessionResponse) and m.HasField("proposal")
     ]
     assert max(m.proposal.num_draft_tokens for m in proposals) == K
+
+
+@pytest.mark.parametrize("mode", [Mode.SEQUENTIAL, *AHEAD])
+async def test_what_a_session_held_goes_with_its_stream(worlds: Worlds, mode: Mode) -> None:
+    """By its references alone: a search for cycles comes late, and logits are large."""
+
+    def held() -> int:
+        return sum(type(found) is ModelState for found in gc.get_objects())
+
+    gc.collect()
+    before = held()
+    gc.disable()
+    try:
+        for order in ORDERS:
+            await worlds.run(PROMPT, LENGTH, mode=mode, rule=Rule.TOKEN, seed=7, drafter="fair", order=order)
+        await asyncio.sleep(0.1)  # the model's thread lets go of them last
+        assert held() == before
+    finally:
+        gc.enable()
