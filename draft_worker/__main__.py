@@ -30,7 +30,7 @@ async def serve(settings: DraftSettings, worker_id: str, telemetry: Telemetry) -
 
         torch.set_num_threads(settings.threads)
     registry = await Registry.connect(settings.redis_url)
-    loading = Loading(settings.dtype, settings.device, settings.kv_memory_bytes)
+    loading = Loading(settings.dtype, settings.device, settings.kv_memory_bytes, settings.attention)
     drafters = [build_drafter(DrafterSpec.parse(text), loading) for text in settings.drafters]
     names = [drafter.info.name for drafter in drafters]
     if len(set(names)) < len(names):

@@ -82,6 +82,11 @@ class WorkerSettings(ServerSettings):
         "bfloat16", description="Element type of the weights."
     )
     device: str = Field("cpu", description="Device of the model: cpu, cuda or cuda:N.")
+    attention: Literal["auto", "flex", "sdpa"] = Field(
+        "auto",
+        description="Attention of all sessions in one kernel (flex, for GPUs) or one after the other (sdpa); "
+        "auto is flex on GPUs.",
+    )
     threads: int = Field(0, ge=0, description="CPU threads of the model; 0 leaves torch's choice.")
     max_sessions: int = Field(64, ge=1, description="Handles that may be held at once.")
     max_positions: int = Field(

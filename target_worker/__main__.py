@@ -61,6 +61,7 @@ def load(settings: TargetSettings, ranks: Ranks | None) -> PagedLM:
         kv_memory_bytes=settings.kv_memory_bytes,
         deterministic=settings.deterministic,
         feature_layers=settings.feature_layers,
+        attention=settings.attention,
         ranks=ranks,
     )
 

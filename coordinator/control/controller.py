@@ -150,7 +150,9 @@ class Controller:
             self._draft.drafter.skew.saw(choice.mode, seen.duration_ms, 1000 * seen.num_tokens / unskewed)
         if choice is not None and choice.inputs is not None:
             news_ms = abs(sum(self._round_trips_ms()) - choice.inputs.round_trip_ms)
-            if news_ms > _NEWS * seen.duration_ms:  # what rounds took beyond their forecasts has its reason now
+            if (
+                news_ms > _NEWS * seen.duration_ms
+            ):  # what rounds took beyond their forecasts has its reason now
                 self._draft.drafter.skew.forget()
         self._trying.observe(seen, self._target.plain_ms)
 

@@ -148,6 +148,7 @@ class Loading:
     dtype: str
     device: str
     kv_memory_bytes: int | None = None
+    attention: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

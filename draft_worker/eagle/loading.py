@@ -30,11 +30,12 @@ def load_eagle(
     device: str,
     kv_memory_bytes: int | None = None,
     block_size: int = BLOCK_SIZE,
+    attention: str = "auto",
 ) -> tuple[EagleLM, DraftVocabulary]:
     """The draft in `directory` for the target in another one; each with what the user calls it.
 
-    dtype, device, kv_memory_bytes, block_size: see `CausalLM.load`. Raises ConfigError for a broken
-    checkpoint, and HandshakeError for one that was trained for another target.
+    dtype, device, kv_memory_bytes, block_size, attention: see `CausalLM.load`. Raises ConfigError for a
+    broken checkpoint, and HandshakeError for one that was trained for another target.
     """
     element, place = parse_dtype(dtype), parse_device(device)
     config = EagleConfig.load(directory)
@@ -62,6 +63,7 @@ def load_eagle(
         info,
         kv_memory_bytes=kv_memory_bytes,
         block_size=block_size,
+        attention=attention,
     )
     return model, draft_vocabulary
 

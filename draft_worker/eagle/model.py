@@ -19,9 +19,10 @@ from splitspec.engine.blocks import BlockPool, LayerShape
 from splitspec.engine.feed import Feed, Reservation
 from splitspec.engine.kv import KV
 from splitspec.engine.linear import Slabs, can_pack, pack_linears
+from splitspec.engine.loading import parse_attention
 from splitspec.engine.memory import quarter_of_free_memory
 from splitspec.engine.paged import BLOCK_SIZE
-from splitspec.engine.plan import Span, twice_if_single
+from splitspec.engine.plan import Span, to_device, twice_if_single
 from splitspec.engine.probe import Probe
 
 
@@ -104,10 +105,11 @@ class EagleLM:
         *,
         kv_memory_bytes: int | None = None,
         block_size: int = BLOCK_SIZE,
+        attention: str = "auto",
     ) -> None:
         """network, embedding ([vocabulary, hidden size]): of one element type, on one device.
 
-        kv_memory_bytes, block_size: see `CausalLM.load`.
+        kv_memory_bytes, block_size, attention: see `CausalLM.load`.
         """
         config = network.config
         self.config = config
@@ -123,6 +125,7 @@ class EagleLM:
             feature_layers=1,
             hidden_size=config.hidden_size,
         )
+        self._flex = parse_attention(attention)
         self._network = network
         self._embedding = embedding
         if can_pack(embedding.dtype, embedding.device):
@@ -171,10 +174,10 @@ class EagleLM:
             ids.extend(feed.token_ids)
             positions.extend(feed.positions())
             wanted.extend(range(len(ids) - feed.num_rows, len(ids)))
-        ragged = RaggedPass(self.pool, spans)
+        ragged = RaggedPass(self.pool, spans, flex=self._flex)
 
         def tensor(rows: list[int]) -> torch.Tensor:
-            return torch.from_numpy(twice_if_single(np.array(rows, dtype=np.int64))).to(device)
+            return to_device(twice_if_single(np.array(rows, dtype=np.int64)), device)
 
         hidden = self._hidden(feeds, tables)
         if len(ids) == 1:

@@ -1,4 +1,5 @@
-"""Attention over the paged pool, in place of the library's own.
+"""Attention over the paged pool, in place of the library's own: on a GPU all sessions at once (flex.py), else
+one after the other.
 
 A session's blocks mostly lie side by side in the pool, so that its keys and values are views of it; else they
 are gathered. Rows are padded to shapes whose sums have one order, so that a row's result has the same bits
@@ -17,7 +18,8 @@ from transformers import AttentionInterface
 
 from splitspec.engine import threads
 from splitspec.engine.blocks import BlockPool
-from splitspec.engine.plan import Span, Tile, tiles
+from splitspec.engine.flex import FlexPlan, attend
+from splitspec.engine.plan import Span, Tile, tiles, to_device
 
 NAME = "splitspec"
 #: Values are summed over so many keys at once. Measured in float32: of up to 384 the sums have one order.
@@ -29,15 +31,20 @@ _SMALLEST_BATCH = 16**3
 
 
 class RaggedPass:
-    """What every layer of one pass needs: the rows, where they go, and the tiles for each kind of layer."""
+    """What every layer of one pass needs: the rows, where they go, and the plans for each kind of layer.
 
-    def __init__(self, pool: BlockPool, spans: Sequence[Span]) -> None:
+    flex: attend to all sessions at once; by default on a GPU.
+    """
+
+    def __init__(self, pool: BlockPool, spans: Sequence[Span], *, flex: bool | None = None) -> None:
         self.pool = pool
+        self.flex = pool.device.type != "cpu" if flex is None else flex
         self._spans = spans
         self._tiles: dict[tuple[int | None, int], list[Tile]] = {}
+        self._plans: dict[int | None, FlexPlan] = {}
         #: [rows] each: the block that a row's key and value go to, and the place in it.
         slots = np.concatenate([span.slots(pool.block_size) for span in spans], axis=1)
-        self.blocks, self.offsets = torch.from_numpy(slots).to(pool.device)
+        self.blocks, self.offsets = to_device(slots, pool.device)
         self.num_rows = slots.shape[1]
 
     def tiles(self, window: int | None, queries_per_key: int) -> list[Tile]:
@@ -52,6 +59,11 @@ class RaggedPass:
                 window=window,
             )
         return self._tiles[kind]
+
+    def plan(self, window: int | None) -> FlexPlan:
+        if window not in self._plans:
+            self._plans[window] = FlexPlan(self._spans, self.pool, window)
+        return self._plans[window]
 
 
 def fewest_rows(pool: BlockPool) -> int:
@@ -93,6 +105,9 @@ def paged_attention(
     _, num_heads, num_rows, key_size = query.shape
     num_kv_heads, value_size = values.shape[2:]
     scale = key_size**-0.5 if scaling is None else scaling
+    if ragged.flex:
+        attended = attend(query, keys, values, ragged.plan(sliding_window), scale, softcap)
+        return attended.expand(-1, num_rows, -1).transpose(0, 1).unsqueeze(0), None
     parts = []
     for tile in ragged.tiles(sliding_window, num_heads // num_kv_heads):
         rows = query[0].index_select(1, tile.rows).view(num_kv_heads, -1, key_size)

@@ -26,6 +26,7 @@ def load_model(
     deterministic: bool = True,
     ranks: Ranks | None = None,
     feature_layers: str = "none",
+    attention: str = "auto",
 ) -> PagedLM:
     """The model in `directory`: simulated, or one of the transformers library.
 
@@ -43,6 +44,7 @@ def load_model(
             deterministic=deterministic,
             ranks=ranks,
             feature_layers=parse_feature_layers(feature_layers, count_layers(directory, name)),
+            attention=attention,
         )
     if ranks is not None or device != "cpu":
         where = device if ranks is None else f"shared by {ranks.size} ranks"

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from protos.v1 import common_pb2
-from splitspec.engine import attention, threads
-from splitspec.engine.attention import RaggedPass
+from splitspec.engine import threads
+from splitspec.engine.attention import NAME, RaggedPass
 from splitspec.engine.batch import Batch
 from splitspec.engine.blocks import BlockPool
 from splitspec.engine.features import keep_outputs
@@ -24,12 +24,13 @@ from splitspec.engine.loading import (
     fingerprint,
     load_library_model,
     max_context,
+    parse_attention,
     parse_device,
     parse_dtype,
 )
 from splitspec.engine.memory import quarter_of_free_memory
 from splitspec.engine.paged import BLOCK_SIZE, PagedLM
-from splitspec.engine.plan import twice_if_single
+from splitspec.engine.plan import to_device, twice_if_single
 from splitspec.engine.probe import Probe, probe
 from splitspec.engine.selftest import rows_are_independent
 from splitspec.vocabulary import Vocabulary
@@ -62,6 +63,7 @@ class CausalLM(PagedLM):
         kv_memory_bytes: int | None,
         block_size: int,
         ranks: Ranks | None,
+        flex: bool | None,
     ) -> None:
         make_pool = BlockPool if ranks is None else ranks.make_pool
         pool = make_pool(
@@ -74,9 +76,13 @@ class CausalLM(PagedLM):
             hidden_size=model.config.get_text_config(decoder=True).hidden_size,
         )
         super().__init__(info, pool)
+        if flex and pool.device.type == "cpu":  # without a kernel blocks that nobody holds are read, too
+            for held in (*pool.keys, *pool.values):
+                held.zero_()
         self._model = model
         self._slabs = slabs
         self._ranks = ranks
+        self._flex = flex
         if ranks is None or ranks.is_first:
             info.deterministic = rows_are_independent(self)
 
@@ -94,6 +100,7 @@ class CausalLM(PagedLM):
         deterministic: bool = True,
         ranks: Ranks | None = None,
         feature_layers: Sequence[int] = (),
+        attention: str = "auto",
     ) -> CausalLM:
         """The model in `directory` (config.json, safetensors, tokenizer.json).
 
@@ -103,7 +110,8 @@ class CausalLM(PagedLM):
         block_size: tokens that share a block of it. deterministic: False lets a processor with tile
         registers run large batches in one product, faster in bfloat16, but then a row's last bits depend
         on what else is in the pass. feature_layers: those whose outputs are kept for `features`, counted
-        from 0. Raises ConfigError that names the wrong setting.
+        from 0. attention: "flex" for all sessions of a pass in one kernel, "sdpa" for one after the other,
+        "auto" for flex on GPUs alone. Raises ConfigError that names the wrong setting.
         """
         element = parse_dtype(dtype)
         place = parse_device(device) if ranks is None else ranks.device
@@ -127,12 +135,19 @@ class CausalLM(PagedLM):
         if can_pack(element, place):
             pack_linears(model, found, slabs)
             log.info("weights in huge pages", model=name, mib=use_huge_pages() >> 20)
-        text._attn_implementation = attention.NAME
+        text._attn_implementation = NAME
         if feature_layers:
             keep_outputs(decoder_layers(model, name), feature_layers)
             info.feature_layers.extend(feature_layers)
         loaded = cls(
-            model, found, info, slabs, kv_memory_bytes=kv_memory_bytes, block_size=block_size, ranks=ranks
+            model,
+            found,
+            info,
+            slabs,
+            kv_memory_bytes=kv_memory_bytes,
+            block_size=block_size,
+            ranks=ranks,
+            flex=parse_attention(attention),
         )
         # What the self-test's short passes show is no promise for long ones that go in one product.
         info.deterministic &= deterministic or not tiled
@@ -144,10 +159,10 @@ class CausalLM(PagedLM):
     def run(self, batch: Batch) -> torch.Tensor:
         device = self._model.device
         self._slabs.begin(batch.sizes)
-        ragged = RaggedPass(self.pool, batch.spans)
+        ragged = RaggedPass(self.pool, batch.spans, flex=self._flex)
 
         def tensor(rows: list[int]) -> torch.Tensor:
-            return torch.from_numpy(twice_if_single(np.array(rows, dtype=np.int64))).to(device)
+            return to_device(twice_if_single(np.array(rows, dtype=np.int64)), device)
 
         with threads.sparing(len(batch.token_ids)):
             output = self._model(

@@ -33,6 +33,16 @@ def parse_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def parse_attention(name: str) -> bool | None:
+    """Whether one kernel attends to all sessions of a pass; None where that depends on the device. Raises
+    ConfigError for another name.
+    """
+    known = {"auto": None, "flex": True, "sdpa": False}
+    if name not in known:
+        raise ConfigError(f"attention is {name!r}, expected one of {', '.join(known)}", field="attention")
+    return known[name]
+
+
 def parse_device(name: str) -> torch.device:
     """Raises ConfigError unless it is "cpu", or "cuda" or "cuda:N" and there."""
     expected = ConfigError(

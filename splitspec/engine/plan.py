@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,16 @@ class Span:
     @property
     def num_rows(self) -> int:
         return len(self.depths)
+
+    def first_block(self, block_size: int, window: int | None) -> int:
+        """Place in the table of the first block that a row sees."""
+        if window is None:
+            return 0
+        return max(0, self.base + int(self.depths.min()) + 1 - window) // block_size
+
+    def num_blocks(self, block_size: int) -> int:
+        """Of the table, up to the last row's."""
+        return -(-(self.base + self.num_rows) // block_size)
 
     def slots(self, block_size: int) -> npt.NDArray[np.int64]:
         """[2, rows]: block and place in it of each row."""
@@ -102,8 +113,8 @@ def tiles(
 
 def _tile(span: Span, pool: BlockPool, fewest_rows: int, queries_per_key: int, window: int | None) -> Tile:
     size, count = pool.block_size, span.num_rows
-    first = 0 if window is None else max(0, span.base + int(span.depths.min()) + 1 - window) // size
-    table = np.asarray(span.table[first : -(-(span.base + count) // size)])
+    first = span.first_block(size, window)
+    table = np.asarray(span.table[first : span.num_blocks(size)])
     rows = np.minimum(np.arange(_padded(count, fewest_rows, queries_per_key)), count - 1)
     sees = span.mask(slice(0, count), first * size, (first + len(table)) * size, window)
     sees = np.tile(sees[rows], (queries_per_key, 1))
@@ -111,11 +122,11 @@ def _tile(span: Span, pool: BlockPool, fewest_rows: int, queries_per_key: int, w
     adjacent = bool((np.diff(table) == 1).all())
     return Tile(
         num_rows=count,
-        rows=torch.from_numpy(span.start + rows).to(pool.device),
+        rows=to_device(span.start + rows, pool.device),
         bias=bias.to(pool.device),
         first=int(table[0]),
         num_blocks=len(table),
-        blocks=None if adjacent else torch.from_numpy(table).to(pool.device),
+        blocks=None if adjacent else to_device(table, pool.device),
     )
 
 
@@ -129,3 +140,9 @@ def _padded(count: int, fewest_rows: int, queries_per_key: int) -> int:
 def twice_if_single(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """What every layer, the head too, gets in place of a single row."""
     return rows.repeat(2) if len(rows) == 1 else rows
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The array there, without waiting for what the device still has to do."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
