@@ -176,7 +176,7 @@ def measure(
     service = {}
     if dtype == "bfloat16":  # as targets are served
         service = {
-            "speculation": speculation(model, texts, repetitions // 3 * 2, num_tokens),
+            "speculation": speculation(model, texts, max(2, repetitions // 2), min(num_tokens, 64)),
             "deterministic": identical(model, texts[:COMPARED], num_tokens),
         }
     return {
