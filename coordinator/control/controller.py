@@ -90,6 +90,8 @@ class Controller:
         self._pinned = num_draft_tokens
         self._branches = branches
         self._drafting = False
+        #: The highest level of load since it last fell.
+        self._level = 0
         self._draft = Draft(Drafter())
         self._begin(self._draft)
         #: The best length of each mode, the last time.
@@ -119,6 +121,7 @@ class Controller:
 
     def _begin(self, draft: Draft) -> None:
         self._draft = draft
+        self._look(self._target.level)
         self._outcomes = Outcomes(draft.drafter)
 
     def choose(self, limit: int) -> Choice:
@@ -126,8 +129,8 @@ class Controller:
         if not self._target.busy.known:
             return Choice(Mode.PLAIN, 0, 1)
         limit = min(limit, MAX_NUM_DRAFT_TOKENS) if self._drafting else 0
-        forecast = Forecast.of(self._inputs())
         self._meet()
+        forecast = Forecast.of(self._inputs())
         arms = self._arms(forecast, limit)
         self._arm = best = self._settled(forecast, arms, limit)
         tried = None
@@ -143,28 +146,37 @@ class Controller:
         self._target.saw(seen.num_draft_tokens, seen.target)
         self._outcomes.saw(seen)
         if seen.draft is not None:
-            self._draft.saw(seen.num_draft_tokens, seen.draft, prepared=bool(seen.hit))
+            self._times.saw(seen.num_draft_tokens, seen.draft, prepared=bool(seen.hit))
         choice = self._choice
         if choice is not None and choice.predicted is not None and seen.num_draft_tokens:
-            unskewed = choice.predicted * self._draft.drafter.skew[choice.mode]
-            self._draft.drafter.skew.saw(choice.mode, seen.duration_ms, 1000 * seen.num_tokens / unskewed)
+            unskewed = choice.predicted * self._record.skew[choice.mode]
+            self._record.skew.saw(choice.mode, seen.duration_ms, 1000 * seen.num_tokens / unskewed)
         if choice is not None and choice.inputs is not None:
             news_ms = abs(sum(self._round_trips_ms()) - choice.inputs.round_trip_ms)
-            if (
-                news_ms > _NEWS * seen.duration_ms
-            ):  # what rounds took beyond their forecasts has its reason now
-                self._draft.drafter.skew.forget()
+            # What rounds took beyond their forecasts has its reason then.
+            if news_ms > _NEWS * seen.duration_ms:
+                self._record.skew.forget()
         self._trying.observe(seen, self._target.plain_ms)
 
     def _meet(self) -> None:
-        """The first session of a drafter may spend something to find out about it."""
-        if self._drafting and not self._draft.drafter.met:
-            self._draft.drafter.met = True
+        """The first session that drafts at this level of load may spend something to find out."""
+        level = self._target.level
+        self._look(level)
+        if level < self._level - 1:
+            self._trying.forgive()
+            self._level = level
+        self._level = max(self._level, level)
+        if self._drafting and not self._record.met:
+            self._record.met = True
             self._trying.begin(self._target.plain_ms)
+
+    def _look(self, level: int) -> None:
+        """At what is known of this level of load."""
+        self._times, self._record = self._draft.times.at(level), self._draft.drafter.records.at(level)
 
     def _rate(self, forecast: Forecast, arm: Arm) -> float:
         """Tokens/s, less what such rounds were slower than their forecasts."""
-        return forecast.rate(arm) / self._draft.drafter.skew[arm.mode]
+        return forecast.rate(arm) / self._record.skew[arm.mode]
 
     def _arms(self, forecast: Forecast, limit: int) -> list[Arm]:
         """Each mode that may be used, at its best length."""
@@ -211,7 +223,7 @@ class Controller:
         ]
 
     def _inputs(self) -> Inputs:
-        target, draft = self._target, self._draft
+        target, draft = self._target, self._times
         sessions, queue = target.sessions, 1 + target.queue(drafted=True)
         plain_ms = (1 + target.queue(drafted=False)) * max(target.busy(sessions), 1e-3)
         target_trip_ms, draft_trip_ms = self._round_trips_ms()
@@ -236,4 +248,4 @@ class Controller:
     def _round_trips_ms(self) -> tuple[float, float]:
         """Of the legs to target and draft worker."""
         target_ms = self._target.round_trip.value(0.0)
-        return target_ms, self._draft.round_trip.value(target_ms)
+        return target_ms, self._times.round_trip.value(target_ms)

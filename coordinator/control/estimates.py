@@ -1,15 +1,16 @@
 """What the control knows: running estimates from rounds, robust to a machine that stalls now and then.
 
-`Shared` keeps those of workers and drafters across requests. A session has its own acceptance and hit rate,
-which start from its drafter's.
+`Shared` keeps those of workers and drafters across requests, times by level of load. A session has its own
+acceptance and hit rate, which start from its drafter's.
 """
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from coordinator.control.seen import Answer, RoundSeen
 from splitspec.types import MAX_NUM_DRAFT_TOKENS, Mode
@@ -28,6 +29,37 @@ _MOST_KEPT = 256
 #: Rounds that are taken to have been as predicted before any was, and what a round's weight is worth later.
 _SKEW_ROUNDS = 10
 _SKEW_DECAY = 0.96
+
+
+class Times(Protocol):
+    """Estimates of times that sessions share."""
+
+    def last_for(self, sessions: int) -> None:
+        """Keep as many samples as so many sessions bring in the rounds that one session would fill it in."""
+        ...
+
+
+T = TypeVar("T", bound=Times)
+
+
+class ByLoad(Generic[T]):
+    """Estimates of times, for each level of load: sessions on the target, by powers of two.
+
+    What was measured beside many others says little about a session alone, and a session that decodes plainly
+    doesn't measure its draft. A new level starts as the next lower one, or afresh where only higher ones are
+    known: so what is hopeful gets tried.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._levels: dict[int, T] = {}
+
+    def at(self, level: int) -> T:
+        if level not in self._levels:
+            lower = [known for known in self._levels if known < level]
+            self._levels[level] = copy.deepcopy(self._levels[max(lower)]) if lower else self._make()
+            self._levels[level].last_for(2 ** max(0, level - 1))
+        return self._levels[level]
 
 
 class Line:
@@ -95,11 +127,14 @@ class Line:
 
 
 class Recent:
-    """The median of the last few samples: follows a jump within four, and no stall."""
+    """The median of the last few samples: follows a jump within four of a session's, and no stall."""
 
     def __init__(self) -> None:
         self._samples: deque[float] = deque(maxlen=7)
         self._median: float | None = None
+
+    def last_for(self, sessions: int) -> None:
+        self._samples = deque(self._samples, maxlen=7 * sessions)
 
     def add(self, sample: float | None) -> None:
         if sample is not None:
@@ -114,14 +149,14 @@ class Ratio:
     """How often something happens, exponentially weighted over trials; a guess counts as `weight` of them."""
 
     def __init__(self, decay: float, weight: float = 2.0) -> None:
-        self._decay = decay
+        self.decay = decay
         self._weight = weight
         self._times = 0.0
         self.trials = 0.0
 
     def add(self, happened: float, trials: float = 1.0, decay: float | None = None) -> None:
         """decay: of what was before, another than usual."""
-        decay = self._decay if decay is None else decay
+        decay = self.decay if decay is None else decay
         self.trials = self.trials * decay + trials
         self._times = self._times * decay + happened
 
@@ -238,9 +273,7 @@ class Drafter:
     def __init__(self) -> None:
         self.acceptance = Acceptance(0.99)
         self.hits = Ratio(0.99, weight=6.0)
-        self.skew = Skew()
-        #: Whether a session has begun to find out about it.
-        self.met = False
+        self.records = ByLoad(Record)
 
     @property
     def hit_rate(self) -> float:
@@ -252,11 +285,33 @@ class Draft:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
+        self.times = ByLoad(DraftTimes)
+
+
+class Record:
+    """What rounds with a drafter were at one level of load. met: a session has begun to find out."""
+
+    def __init__(self) -> None:
+        self.met = False
+        self.skew = Skew()
+
+    def last_for(self, sessions: int) -> None:
+        self.skew.last_for(sessions)
+
+
+class DraftTimes:
+    """What proposals of one drafter on one draft worker take at one level of load."""
+
+    def __init__(self) -> None:
         #: ms of a proposal, queue included, over its draft tokens: nearly all of it is per token.
         self.proposal = Line(slope_per_intercept=20.0)
         #: ms per draft token of a proposal that was prepared, all its branches together.
         self.branch = Recent()
         self.round_trip = Recent()
+
+    def last_for(self, sessions: int) -> None:
+        self.branch.last_for(sessions)
+        self.round_trip.last_for(sessions)
 
     def saw(self, num_draft_tokens: int, answer: Answer, prepared: bool) -> None:
         self.round_trip.add(answer.round_trip_ms)
@@ -278,10 +333,11 @@ class Target:
     def __init__(self) -> None:
         #: ms of a pass, without the queue, over the positions in it.
         self.busy = Line(slope_per_intercept=0.02)
-        self.round_trip = Recent()
-        self._queues = {True: Ratio(0.85, weight=0.1), False: Ratio(0.85, weight=0.1)}
+        self._times = ByLoad(TargetTimes)
         self._sessions: set[Hashable] = set()
         self._positions = self._own = 1.0
+        #: Positions of a pass over those of the session that tells.
+        self._company = Recent()
 
     def join(self, session: Hashable) -> None:
         self._sessions.add(session)
@@ -292,17 +348,28 @@ class Target:
     @property
     def sessions(self) -> float:
         """Running sessions: those of this coordinator, or more when passes have more company."""
-        return max(1.0, len(self._sessions), self._positions / self._own)
+        return max(1.0, len(self._sessions), self._company.value(1.0))
+
+    @property
+    def level(self) -> int:
+        """Of load: see ByLoad."""
+        return int(self.sessions).bit_length()
+
+    @property
+    def round_trip(self) -> Recent:
+        return self._times.at(self.level).round_trip
 
     def saw(self, num_draft_tokens: int, answer: Answer) -> None:
         own = num_draft_tokens + 1
         positions = answer.positions or own
         self._positions += 0.05 * (positions - self._positions)
         self._own += 0.05 * (own - self._own)
+        self._company.add(positions / own)
         self.busy.add(positions, answer.busy_ms)
-        self.round_trip.add(answer.round_trip_ms)
+        times = self._times.at(self.level)
+        times.round_trip.add(answer.round_trip_ms)
         if answer.busy_ms > 0:  # no more than a few passes: the rest is a stall
-            self._queues[num_draft_tokens > 0].add(min(answer.queue_ms / answer.busy_ms, 4.0))
+            times.queues[num_draft_tokens > 0].add(min(answer.queue_ms / answer.busy_ms, 4.0))
 
     @property
     def plain_ms(self) -> float:
@@ -311,13 +378,26 @@ class Target:
 
     def queue(self, drafted: bool) -> float:
         """Wait before a pass, in passes. Plain tokens that were granted ahead hardly wait, proposals do."""
-        return self._queues[drafted].value(0.0)
+        return self._times.at(self.level).queues[drafted].value(0.0)
 
     @property
     def load(self) -> float:
         """Share of a proposal's time on the worker that it waits, 0 to 1."""
         queue = self.queue(drafted=True)
         return queue / (1 + queue)
+
+
+class TargetTimes:
+    """What its answers take beside passes, at one level of load. queues: of proposals, or of plain tokens."""
+
+    def __init__(self) -> None:
+        self.round_trip = Recent()
+        self.queues = {True: Ratio(0.85, weight=0.1), False: Ratio(0.85, weight=0.1)}
+
+    def last_for(self, sessions: int) -> None:
+        self.round_trip.last_for(sessions)
+        for queue in self.queues.values():
+            queue.decay = 0.85 ** (1 / sessions)
 
 
 V = TypeVar("V")
@@ -332,6 +412,10 @@ class Skew:
 
     def __init__(self) -> None:
         self._sums: dict[Mode, tuple[float, float]] = {}
+        self._decay = _SKEW_DECAY
+
+    def last_for(self, sessions: int) -> None:
+        self._decay = _SKEW_DECAY ** (1 / sessions)
 
     def __getitem__(self, mode: Mode) -> float:
         taken, predicted = self._sums.get(mode, (1.0, 1.0))
@@ -342,7 +426,7 @@ class Skew:
         start = _SKEW_ROUNDS * predicted_ms
         taken, predicted = self._sums.get(mode, (start, start))
         taken_ms = min(taken_ms, 3 * predicted_ms)
-        self._sums[mode] = _SKEW_DECAY * taken + taken_ms, _SKEW_DECAY * predicted + predicted_ms
+        self._sums[mode] = self._decay * taken + taken_ms, self._decay * predicted + predicted_ms
 
     def forget(self) -> None:
         """Begin anew: the forecasts have changed."""

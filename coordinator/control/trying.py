@@ -38,6 +38,10 @@ class Trying:
         """With a draft that nobody knows."""
         self._account_ms += _UNKNOWN_TOKENS * plain_ms
 
+    def forgive(self) -> None:
+        """What was lost under other conditions counts no more."""
+        self._account_ms = max(self._account_ms, 0.0)
+
     def affordable(self, *, plain: bool) -> bool:
         """Whether drafting may go on, or begin when the session is plain now."""
         return self._account_ms >= -(_LEAVING_TOKENS if plain else _RETURNING_TOKENS) * self._plain_ms

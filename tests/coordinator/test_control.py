@@ -245,6 +245,29 @@ def test_a_loaded_target_is_never_made_slower_than_plain(world: World, of_best: 
     assert rate >= 0.96 * rates[0]
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["seen before", "not seen before"])
+def test_what_was_measured_in_a_crowd_is_not_held_against_a_session_alone(known: bool) -> None:
+    """Drafts are slow there, and all decode plainly in the end, which tells nothing more about drafts."""
+    shared, calm = Shared(), World(0.8, 5.0)
+    if known:
+        first = controller(shared)
+        play(first, replace(calm), 40)
+        first.close()
+    busy = [replace(calm, token_ms=60.0, branch_ms=60.0, seed=seed) for seed in range(32)]
+    crowd = [controller(shared) for _ in busy]
+    for _ in range(60):
+        choices = [control.choose(MAX_NUM_DRAFT_TOKENS) for control in crowd]
+        for control, choice, world in zip(crowd, choices, busy, strict=True):
+            control.observe(world.play(choice, queue=lambda positions: 100.0 * (positions > 1)))
+    assert all(choice.mode is Mode.PLAIN or choice.tried for choice in choices)
+    for control in crowd[1:]:
+        control.close()
+    for alone in (controller(shared), crowd[0]):
+        play(alone, calm, 20)
+        assert share_of_best(calm, play(alone, calm, 20)) >= 0.9
+        alone.close()
+
+
 def test_the_first_round_is_plain_and_without_a_draft_worker_all_are() -> None:
     control = Controller(Shared(), "target")
     world = World(0.95, 0.5)
