@@ -19,6 +19,8 @@ from splitspec.types import MAX_NUM_DRAFT_TOKENS, Mode
 _HYSTERESIS = 1.05
 #: ms per draft token before any was seen, over those of a plain token.
 _FIRST_DRAFT = 0.125
+#: Draft tokens of a proposal that is neither short nor long.
+_USUAL = 4
 #: Share of a round by which the round trip must have changed for the modes' skew to be forgotten.
 _NEWS = 0.2
 
@@ -237,13 +239,25 @@ class Controller:
             position_ms=queue * target.busy.slope,
             proposal_ms=draft.proposal.intercept,
             token_ms=token_ms,
-            branch_ms=draft.branch.value(token_ms),
+            branch_ms=max(draft.branch.value(token_ms), self._branches_of_all_ms()),
             round_trip_ms=target_trip_ms + draft_trip_ms,
             target_round_trip_ms=target_trip_ms,
             hit_rate=self._outcomes.hit_rate,
             load=target.load,
             sessions=sessions,
         )
+
+    def _branches_of_all_ms(self) -> float:
+        """A draft step when all sessions prepare branches: what a few measure while the others don't is less.
+
+        A token takes longer here than for a session alone because the others draft, too: branches are as many
+        times more of them.
+        """
+        here, alone = self._times.proposal, self._draft.times.at(1).proposal
+        if here is alone or not (here.known and alone.known):
+            return 0.0
+        token_ms, longer_ms = here(_USUAL) / _USUAL, (here(_USUAL) - alone(_USUAL)) / _USUAL
+        return token_ms + (self._branches - 1) * max(0.0, longer_ms)
 
     def _round_trips_ms(self) -> tuple[float, float]:
         """Of the legs to target and draft worker."""
