@@ -268,6 +268,19 @@ def test_what_was_measured_in_a_crowd_is_not_held_against_a_session_alone(known:
         alone.close()
 
 
+def test_branches_are_priced_as_if_all_sessions_prepared_them() -> None:
+    """Alone a token takes 3 ms, among 32 sessions 9, with little more for branches while few prepare any."""
+    shared, calm = Shared(), World(0.8, 5.0)
+    first = controller(shared)
+    assert play(first, calm, 40)[-1].mode in (Mode.PREFETCH_PULL, Mode.PREFETCH_PUSH)
+    worlds = [replace(calm, token_ms=9.0, branch_ms=9.0, seed=seed) for seed in range(31)]
+    crowd = [controller(shared) for _ in worlds]
+    for _ in range(30):
+        choices = [play(control, world, 1)[0] for control, world in zip(crowd, worlds, strict=True)]
+    meant = {choice.mode for choice in choices if not choice.tried}
+    assert meant <= {Mode.PLAIN, Mode.SEQUENTIAL, Mode.PIPELINED}
+
+
 def test_the_first_round_is_plain_and_without_a_draft_worker_all_are() -> None:
     control = Controller(Shared(), "target")
     world = World(0.95, 0.5)
