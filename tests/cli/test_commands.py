@@ -127,7 +127,11 @@ def test_up_on_a_port_that_is_taken(demo_model: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_up_until_a_signal(demo_model: Path, tmp_path: Path, number: signal.Signals) -> None:
     words = [str(word) for word in (COMMAND, "up", "--model", demo_model, "--port", 0, "--log-dir", tmp_path)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=BARE) as up:
+    # The tests may run with SIGINT ignored, as shells have it in the background: children inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    up = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=BARE)
+    signal.signal(signal.SIGINT, before)
+    with up:
         assert up.stdout is not None
         address = up.stdout.readline().strip()
         assert splitspec("health", address, "splitspec.v1.CoordinatorService").returncode == 0
