@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from coordinator.control.controller import Controller
-from coordinator.control.estimates import Shared
+from coordinator.control.shared import Shared
 from coordinator.delivery import Delivery, Send
 from coordinator.drafting import Drafting
 from coordinator.links import DraftLink, TargetLink

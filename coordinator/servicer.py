@@ -6,7 +6,7 @@ import asyncio
 
 import grpc
 
-from coordinator.control.estimates import Shared
+from coordinator.control.shared import Shared
 from coordinator.generation import Generation
 from coordinator.ownership import Owner
 from coordinator.request import Request

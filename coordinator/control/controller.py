@@ -6,9 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from operator import itemgetter
 
-from coordinator.control.estimates import Draft, Drafter, Outcomes, Shared
 from coordinator.control.forecast import Arm, Forecast, Inputs
 from coordinator.control.seen import RoundSeen
+from coordinator.control.shared import Draft, Drafter, Outcomes, Shared
 from coordinator.control.trying import Trying
 from splitspec.telemetry import names
 from splitspec.telemetry.names import Attribute

@@ -8,7 +8,8 @@ import statistics
 import pytest
 
 from coordinator.control import Answer, RoundSeen, Shared
-from coordinator.control.estimates import Acceptance, Drafter, Line, Outcomes, Recent, Target
+from coordinator.control.estimates import Acceptance, Line, Recent
+from coordinator.control.shared import Drafter, Outcomes, Target
 from protos.v1 import common_pb2
 
 

@@ -22,11 +22,11 @@ from splitspec.engine.kv import KV
 from splitspec.engine.plan import Span
 from splitspec.errors import ConfigError
 from tests.engine import tiny
+from tests.engine.test_trees import PARENTS, TREE
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 LENGTH = 40
-PARENTS = (0, 0, 1, 1, 2, 3, 6, 4, 7, 9, 10)
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def compare(models: list[CausalLM], kvs: list[list[KV]], chunks: list[list[int]]
     for model, held in zip(models, kvs, strict=True):
         feeds = [Feed(kv, chunk, len(chunk)) for kv, chunk in zip(held, chunks, strict=True) if chunk]
         if tree:
-            feeds.append(Feed(model.new_kv(), tiny.text(12, seed=9), 12, parents=PARENTS))
+            feeds.append(Feed(model.new_kv(), TREE, len(TREE), parents=PARENTS))
         answers.append(model.forward_batch(feeds))
     for actual, expected in zip(*answers, strict=True):
         torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
@@ -105,8 +105,6 @@ def test_the_lists_of_blocks_are_those_that_the_mask_sees(models: list[CausalLM]
     pool, chance = models[0].pool, random.Random(1)
     spans, start = [], 0
     for base, count in ((0, 33), (70, 1), (16, 16), (37, 5)):
-        kv = models[0].new_kv()
-        kv.truncate(0)
         table = chance.sample(range(pool.num_blocks), -(-(base + count) // pool.block_size))
         sees = np.tri(count, dtype=bool)
         spans.append(Span(start, base, np.arange(count), sees, table))

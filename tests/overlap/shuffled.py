@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from coordinator.control.controller import Controller
-from coordinator.control.estimates import Shared
+from coordinator.control.shared import Shared
 from coordinator.drafting import Drafting
 from coordinator.links import DraftLink, TargetLink
 from coordinator.rounds import Rounds

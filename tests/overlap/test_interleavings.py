@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from coordinator.control.controller import Choice, Controller
-from coordinator.control.estimates import Shared
 from coordinator.control.seen import RoundSeen
+from coordinator.control.shared import Shared
 from draft_worker.drafters.model import ModelDrafter, ModelState
 from draft_worker.servicer import DraftWorker
 from protos.v1 import draft_pb2, target_pb2
