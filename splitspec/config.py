@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError, field_validator
+from pydantic import Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -101,6 +101,13 @@ class WorkerSettings(ServerSettings):
     directory_lease_s: float = Field(
         5.0, gt=0, description="Seconds after which a silent worker leaves the directory."
     )
+
+    @field_validator("attention")
+    @classmethod
+    def _has_kernel(cls, value: str, info: ValidationInfo) -> str:
+        if value == "flex" and info.data.get("device") == "cpu":
+            raise ValueError("auto or sdpa on the device cpu, where flex has no kernel")
+        return value
 
     @property
     def kv_memory_bytes(self) -> int | None:

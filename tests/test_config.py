@@ -241,3 +241,11 @@ def test_the_command_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> Non
     assert result.exit_code == 2
     assert "--port (SPLITSPEC_PORT" in result.output
     assert run_config("redis").exit_code == 2
+
+
+def test_attention_without_a_kernel_is_refused() -> None:
+    expected = r"--attention .* is 'flex' by .*, expected auto or sdpa on the device cpu"
+    for kind, needed in ((TargetSettings, "--model=m"), (DraftSettings, "--drafters=lookup")):
+        with pytest.raises(ConfigError, match=expected):
+            load_settings(kind, [needed, "--attention=flex"])
+        assert load_settings(kind, [needed, "--attention=flex", "--device=cuda"]).attention == "flex"
