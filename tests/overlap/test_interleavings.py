@@ -152,7 +152,10 @@ async def test_what_a_session_held_goes_with_its_stream(worlds: Worlds, mode: Mo
     try:
         for order in ORDERS:
             await worlds.run(PROMPT, LENGTH, mode=mode, rule=Rule.TOKEN, seed=7, drafter="fair", order=order)
-        await asyncio.sleep(0.1)  # the model's thread lets go of them last
+        for _ in range(50):  # the model's thread lets go of them last
+            if held() == before:
+                break
+            await asyncio.sleep(0.1)
         assert held() == before
     finally:
         gc.enable()
