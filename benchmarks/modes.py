@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import grpc
 from common import machine, save_result  # benchmarks/common.py
 from delay_proxy import DelayProxy, Leg  # benchmarks/delay_proxy.py
 from paired import Work, tokens_per_second  # benchmarks/paired.py
@@ -32,6 +31,7 @@ from splitspec.cli.stack import Stack
 from splitspec.client import AsyncClient, Message
 from splitspec.client.request import GenerateOptions
 from splitspec.models import fetch_demo_model
+from splitspec.serving import channel
 from splitspec.types import Mode
 
 ROUND_TRIPS_MS = (0.0, 50.0)
@@ -112,8 +112,8 @@ async def measure(drafters: Sequence[str], num_questions: int, max_tokens: int) 
 
 async def modes_of(address: str) -> dict[str, list[Mode]]:
     """The modes of each drafter of a draft worker."""
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub = draft_pb2_grpc.DraftWorkerServiceStub(channel)
+    async with channel(address) as opened:
+        stub = draft_pb2_grpc.DraftWorkerServiceStub(opened)
         found = await stub.Describe(draft_pb2.DraftWorkerServiceDescribeRequest())
     return {
         info.name: [Mode.PLAIN, Mode.SEQUENTIAL, *(Mode(mode) for mode in info.modes)]

@@ -6,11 +6,11 @@ import asyncio
 import time
 from pathlib import Path
 
-import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from splitspec.cli.stack import Stack
 from splitspec.client import AsyncClient
+from splitspec.serving import channel
 
 
 async def health_latencies_ms(
@@ -23,9 +23,9 @@ async def health_latencies_ms(
     async with (
         Stack(model=str(model), drafters=[], dtype=dtype) as stack,
         AsyncClient(stack.address) as client,
-        grpc.aio.insecure_channel(stack.target.address) as channel,
+        channel(stack.target.address) as opened,
     ):
-        health = health_pb2_grpc.HealthStub(channel)
+        health = health_pb2_grpc.HealthStub(opened)
         question = health_pb2.HealthCheckRequest(service=stack.target.service)
 
         async def feed(seed: int) -> None:

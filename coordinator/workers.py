@@ -20,7 +20,7 @@ from splitspec.errors import (
     from_rpc_error,
 )
 from splitspec.registry import Registry, SessionRecord, WorkerEntry
-from splitspec.serving import CHANNEL_OPTIONS
+from splitspec.serving import channel
 from splitspec.types import PROTOCOL_VERSION, Mode
 from splitspec.vocabulary import Vocabulary, check_same_vocabulary
 
@@ -179,7 +179,7 @@ class WorkerPool:
                     )
 
     async def _connect_target(self, entry: WorkerEntry) -> TargetHost:
-        stub = target_pb2_grpc.TargetWorkerServiceStub(_channel(entry))
+        stub = target_pb2_grpc.TargetWorkerServiceStub(channel(entry.address))
         description = await _describe(entry, stub.Describe, target_pb2.TargetWorkerServiceDescribeRequest())
         model = description.model
         theirs = f"target worker {entry.worker_id} ({model.name})"
@@ -188,7 +188,7 @@ class WorkerPool:
         return TargetHost(entry.worker_id, stub, description)
 
     async def _connect_draft(self, entry: WorkerEntry) -> DraftHost:
-        stub = draft_pb2_grpc.DraftWorkerServiceStub(_channel(entry))
+        stub = draft_pb2_grpc.DraftWorkerServiceStub(channel(entry.address))
         description = await _describe(entry, stub.Describe, draft_pb2.DraftWorkerServiceDescribeRequest())
         self._drafters_seen |= {info.name: info for info in description.drafters}
         return DraftHost(entry.worker_id, stub, description)
@@ -243,10 +243,6 @@ def _live_sessions(entry: WorkerEntry) -> int:
     if entry.kind == "target":
         return target_pb2.TargetWorkerServiceDescribeResponse.FromString(entry.description).load.live_sessions
     return draft_pb2.DraftWorkerServiceDescribeResponse.FromString(entry.description).load.live_sessions
-
-
-def _channel(entry: WorkerEntry) -> Any:
-    return grpc.aio.insecure_channel(entry.address, options=CHANNEL_OPTIONS)
 
 
 async def _describe(entry: WorkerEntry, method: Any, request: Any) -> Any:

@@ -34,6 +34,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from splitspec.addresses import is_wildcard, normalised
 from splitspec.errors import ConfigError
 from splitspec.types import MAX_NUM_AHEAD, MAX_NUM_DRAFT_TOKENS, Mode
 
@@ -58,7 +59,10 @@ class ServerSettings(BaseSettings):
     port: int = Field(0, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     port_file: str = Field("", description="File that gets host:port once the server listens.")
     advertise: str = Field(
-        "", description="host:port that other processes reach this one by; default: where it listens."
+        "",
+        validate_default=True,
+        description="host:port that other processes reach this one by; default: where it listens. Workers "
+        "that listen on all addresses need it.",
     )
     redis_url: str = Field(
         "redis://127.0.0.1:6379/0", description="Redis that holds sessions and the worker directory."
@@ -73,6 +77,16 @@ class ServerSettings(BaseSettings):
     metrics_port: int = Field(
         0, ge=0, le=65535, description="Port of the Prometheus endpoint, on the same host; 0 for none."
     )
+
+    @field_validator("host")
+    @classmethod
+    def _without_brackets(cls, value: str) -> str:
+        return value.removeprefix("[").removesuffix("]")
+
+    @field_validator("advertise")
+    @classmethod
+    def _can_be_reached(cls, value: str) -> str:
+        return normalised(value) if value else value
 
 
 class WorkerSettings(ServerSettings):
@@ -101,6 +115,14 @@ class WorkerSettings(ServerSettings):
     directory_lease_s: float = Field(
         5.0, gt=0, description="Seconds after which a silent worker leaves the directory."
     )
+
+    @field_validator("advertise")
+    @classmethod
+    def _is_known(cls, value: str, info: ValidationInfo) -> str:
+        host = info.data.get("host", "")
+        if not value and is_wildcard(host):
+            raise ValueError(f"host:port that other processes reach this one by, as the host is {host!r}")
+        return value
 
     @field_validator("attention")
     @classmethod
@@ -353,7 +375,9 @@ def _sentence(error: Mapping[str, Any], origins: Mapping[str, str]) -> str:
 
 def _wrong(name: str, value: object, message: str, origins: Mapping[str, str]) -> str:
     expected = message.removeprefix("Input should be ").removeprefix("Value error, ")
-    return f"{_places(name)} is {redacted(repr(value))} by {origins[name]}, expected {expected}"
+    return (
+        f"{_places(name)} is {redacted(repr(value))} by {origins.get(name, 'default')}, expected {expected}"
+    )
 
 
 def _places(name: str) -> str:

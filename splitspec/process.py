@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 import structlog
 
+from splitspec.addresses import joined
 from splitspec.config import ServerSettings, load_settings
 from splitspec.errors import SplitspecError
 from splitspec.registry import Registry, WorkerEntry
@@ -63,7 +64,7 @@ async def serve_until_signal(server: Server, settings: ServerSettings) -> None:
     if settings.port_file:
         path = Path(settings.port_file)
         partial = path.with_suffix(".partial")
-        partial.write_text(f"{settings.host}:{server.port}")
+        partial.write_text(joined(settings.host, server.port))
         partial.rename(path)
     await server.set_ready()
     log.info("serving", address=server.address)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from types import TracebackType
@@ -14,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from splitspec.addresses import is_loopback, joined
 from splitspec.config import ServerSettings
 from splitspec.errors import ConfigError, SplitspecError, UnavailableError, to_status
 from splitspec.types import MAX_MESSAGE_BYTES
@@ -40,11 +42,28 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 ]
 SERVER_OPTIONS = [
     *CHANNEL_OPTIONS,
-    # By default a server that is pinged more often than every five minutes sends its client away.
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # By default a server sends a client away that pings more often than every five minutes. Load balancers
+    # and mobile clients ping every 5 to 30 seconds; a ping costs microseconds, but a flood of them is abuse.
+    ("grpc.http2.min_ping_interval_without_data_ms", 1000),
     # Without this, a second server on the same port takes half of the connections in silence.
     ("grpc.so_reuseport", 0),
 ]
+
+
+def channel(address: str) -> grpc.aio.Channel:
+    """A channel to one of our servers: the only place that opens one."""
+    return grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, proxy_option(address)])
+
+
+def proxy_option(address: str) -> tuple[str, int]:
+    """gRPC's option whether an address is reached through a proxy.
+
+    By default gRPC goes through http_proxy and https_proxy, which are meant for the web, and which may
+    accept the connection to an address that they can't reach, so that calls hang. The variable grpc_proxy
+    is meant for gRPC, and holds here for all addresses but loopback.
+    """
+    wanted = bool(os.environ.get("grpc_proxy")) and not is_loopback(address)  # noqa: SIM112  # gRPC's
+    return "grpc.enable_http_proxy", int(wanted)
 
 
 #: What a call that is handed back gets to end in good order, and what is left of one that its client ended.
@@ -80,11 +99,11 @@ class Server:
     @property
     def address(self) -> str:
         """host:port that other processes reach this one by."""
-        return self._settings.advertise or f"{self._settings.host}:{self.port}"
+        return self._settings.advertise or joined(self._settings.host, self.port)
 
     async def __aenter__(self) -> Self:
         """Listen; alive at once, ready only after `set_ready`. Raises ConfigError when the port is taken."""
-        wanted = f"{self._settings.host}:{self._settings.port}"
+        wanted = joined(self._settings.host, self._settings.port)
         try:
             self.port = self._server.add_insecure_port(wanted)
         except RuntimeError as error:

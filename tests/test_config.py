@@ -249,3 +249,46 @@ def test_attention_without_a_kernel_is_refused() -> None:
         with pytest.raises(ConfigError, match=expected):
             load_settings(kind, [needed, "--attention=flex"])
         assert load_settings(kind, [needed, "--attention=flex", "--device=cuda"]).attention == "flex"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", ""])
+@pytest.mark.parametrize("role", ["draft", "target"])
+def test_a_worker_that_listens_on_all_addresses_says_where_it_is_reached(host: str, role: str) -> None:
+    """The coordinator isn't in the directory, and may listen where it likes."""
+    needed = {"draft": ["--drafters=lookup"], "target": ["--model=m"]}[role]
+    message = refusal(ROLES[role], *needed, f"--host={host}")
+    shown = host.strip("[]")
+    assert message == (
+        "--advertise (SPLITSPEC_ADVERTISE, advertise in the file) is '' by default, expected host:port that "
+        f"other processes reach this one by, as the host is {shown!r}"
+    )
+    load_settings(ROLES[role], [*needed, f"--host={host}", "--advertise=worker:50053"])
+    load_settings(ROLES["coordinator"], ["--model=m", f"--host={host}"])
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("worker-1.example:50053", "worker-1.example:50053"),
+        ("10.0.0.7:1", "10.0.0.7:1"),
+        ("[fd00::7]:50053", "[fd00::7]:50053"),
+        ("fd00::7:50053", "[fd00::7]:50053"),
+        ("::1:65535", "[::1]:65535"),
+    ],
+)
+def test_an_advertised_address(given: str, taken: str) -> None:
+    assert load_settings(CoordinatorSettings, ["--model=m", f"--advertise={given}"]).advertise == taken
+
+
+@pytest.mark.parametrize(
+    "given", ["worker", "worker:", ":50053", "worker:0", "worker:65536", "worker:http", "a:b:1", "::1"]
+)
+def test_an_address_that_is_none_is_refused(given: str) -> None:
+    message = refusal(CoordinatorSettings, "--model=m", f"--advertise={given}")
+    assert f"is {given!r} by flag --advertise, expected host:port" in message
+
+
+@pytest.mark.parametrize("given", ["0.0.0.0:50053", "[::]:50053"])
+def test_an_address_that_nobody_can_connect_to_is_refused(given: str) -> None:
+    message = refusal(CoordinatorSettings, "--model=m", f"--advertise={given}")
+    assert message.endswith("expected an address that other processes can connect to")

@@ -6,6 +6,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from splitspec.errors import NotFoundError, UnavailableError
+from splitspec.serving import channel
 
 _TIMEOUT_S = 5.0
 
@@ -15,8 +16,8 @@ async def health_status(address: str, service: str = "") -> str:
 
     Raises UnavailableError when nothing answers there, NotFoundError for a service that it doesn't have.
     """
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+    async with channel(address) as opened:
+        stub = health_pb2_grpc.HealthStub(opened)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:

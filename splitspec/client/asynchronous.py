@@ -15,7 +15,7 @@ from protos.v1 import coordinator_pb2, coordinator_pb2_grpc
 from splitspec.client.request import GenerateOptions, Prompt, generate_request
 from splitspec.client.values import Chunk, Description, Finished, Result, Started, Token, from_proto
 from splitspec.errors import SplitspecError, UnavailableError, from_rpc_error
-from splitspec.serving import CHANNEL_OPTIONS
+from splitspec.serving import channel
 
 _GENERATE_TIMEOUT_S = 600.0
 UNARY_TIMEOUT_S = 10.0
@@ -35,7 +35,7 @@ class AsyncClient:
         self._generations: WeakSet[AsyncGeneration] = WeakSet()
 
     async def __aenter__(self) -> Self:
-        self._channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        self._channel = channel(self._address)
         self._stub = coordinator_pb2_grpc.CoordinatorServiceStub(self._channel)
         return self
 

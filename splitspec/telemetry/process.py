@@ -33,6 +33,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+from splitspec.addresses import is_loopback, joined
 from splitspec.config import ServerSettings
 from splitspec.errors import ConfigError
 from splitspec.telemetry.metrics import Metrics
@@ -70,6 +71,13 @@ class _Signal:
             if protocol:
                 break  # the signal's own variable goes before the common one
         return wanted
+
+    @property
+    def channel_options(self) -> tuple[tuple[str, int], ...] | None:
+        """For the exporter's channel: a collector on this machine isn't behind a proxy."""
+        endpoint = os.environ.get(self.endpoint) or os.environ.get(OTEL_EXPORTER_OTLP_ENDPOINT)
+        local = not endpoint or is_loopback(endpoint)
+        return (("grpc.enable_http_proxy", 0),) if local else None
 
 
 _TRACES = _Signal(
@@ -148,7 +156,7 @@ def _resource(service_name: str, instance_id: str) -> Resource:
 def _span_processors(settings: ServerSettings, resources: contextlib.ExitStack) -> Iterator[SpanProcessor]:
     if _TRACES.by_otlp:
         exporter = _extra("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
-        yield BatchSpanProcessor(exporter.OTLPSpanExporter())
+        yield BatchSpanProcessor(exporter.OTLPSpanExporter(channel_options=_TRACES.channel_options))
     if settings.trace_file:
         exporter = _extra("opentelemetry.exporter.otlp.json.file.trace_exporter")
         stream = resources.enter_context(_append_only(settings.trace_file))
@@ -159,7 +167,9 @@ def _span_processors(settings: ServerSettings, resources: contextlib.ExitStack) 
 def _metric_readers(settings: ServerSettings, resources: contextlib.ExitStack) -> Iterator[MetricReader]:
     if _METRICS.by_otlp:
         exporter = _extra("opentelemetry.exporter.otlp.proto.grpc.metric_exporter")
-        yield PeriodicExportingMetricReader(exporter.OTLPMetricExporter())
+        yield PeriodicExportingMetricReader(
+            exporter.OTLPMetricExporter(channel_options=_METRICS.channel_options)
+        )
     if settings.metrics_port:
         prometheus = _extra("prometheus_client")
         registry = prometheus.CollectorRegistry()
@@ -169,9 +179,10 @@ def _metric_readers(settings: ServerSettings, resources: contextlib.ExitStack) -
         try:
             server, thread = prometheus.start_http_server(settings.metrics_port, settings.host, registry)
         except OSError as error:
+            address = joined(settings.host, settings.metrics_port)
             raise ConfigError(
-                f"--metrics-port (SPLITSPEC_METRICS_PORT): can't listen on {settings.host}:"
-                f"{settings.metrics_port}, expected a free port on an address of this host"
+                f"--metrics-port (SPLITSPEC_METRICS_PORT): can't listen on {address}, "
+                "expected a free port on an address of this host"
             ) from error
         resources.callback(thread.join)
         resources.callback(server.server_close)

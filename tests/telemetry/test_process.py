@@ -78,6 +78,18 @@ def test_shutdown_does_not_wait_for_a_collector_that_hangs(
     assert set(receiver.spans) == {"request"}
 
 
+def test_a_collector_on_this_machine_is_not_asked_through_a_proxy(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("no_proxy")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{receiver.address}")
+    with Telemetry.start(settings(), "splitspec-target", "t-1") as telemetry:
+        telemetry.tracing.request(None).end()
+    assert set(receiver.spans) == {"request"}
+    assert receiver.metrics
+
+
 def test_each_signal_follows_its_own_variables(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{receiver.address}")
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
