@@ -103,8 +103,8 @@ class Generation:
     async def _new_note(self, owned: Ownership) -> Note:
         request, start = self.request, len(owned.session.tokens)
         assert request.sampling.seed is not None
-        model = (await self.workers.targets())[0].description.model
         prompt = await self._prompt(owned.session.tokens[:start])
+        model = (await self.workers.targets())[0].description.model
         room = model.max_context - start - len(prompt)
         if room < 1:
             expected = f"at most {model.max_context - 1}, as the context is {model.max_context}"
@@ -127,7 +127,7 @@ class Generation:
         """Say again what an earlier attempt has said, and go on behind it."""
         stopper = Stopper(
             self.request.stop,
-            self.codec.detokenizer(),
+            self.codec.detokenizer(owned.session.tokens[: note.prompt_end]),
             eos_token_ids=frozenset(note.eos_token_ids),
             max_tokens=self.request.stop.max_tokens or self.settings.max_tokens,
             room=note.room,

@@ -26,6 +26,7 @@ class Request:
     sampling.seed is set. rule: what it is verified by, requested_rule: the one that it named.
     num_draft_tokens: 0 decodes plainly, None is chosen anew for each round. drafter: empty for the default
     one. mode: None is chosen anew for each round. named_mode: the one that the request names.
+    prompt_kind: which of text, token_ids and messages ("chat") is the prompt.
     """
 
     request_id: str
@@ -44,14 +45,24 @@ class Request:
     named_mode: Mode | None
     mode: Mode | None
     one_token_per_chunk: bool
+    prompt_kind: str
+    text: str
     token_ids: tuple[int, ...]
     messages: tuple[coordinator_pb2.ChatMessage, ...]
 
     def prompt(self, codec: TextCodec, before: list[int]) -> list[int]:
-        """The prompt's ids behind the session's tokens `before`; chat messages continue the conversation."""
-        if self.messages and before:
-            return codec.encode_turn(self.messages, before)
-        return list(self.token_ids)
+        """The prompt's ids behind the session's tokens `before`, which text and chat messages continue.
+
+        Raises InvalidRequestError for a prompt without tokens, and for messages that the model's chat
+        template refuses.
+        """
+        if self.prompt_kind == "token_ids":
+            return list(self.token_ids)
+        if self.prompt_kind == "chat":
+            ids = codec.encode_turn(self.messages, before) if before else codec.encode_chat(self.messages)
+        else:
+            ids = codec.encode_more(self.text) if before else codec.encode(self.text)
+        return _at_least_one(self.prompt_kind, ids)
 
     def reason(self, used: Rule) -> str:
         """Why a rule was used that isn't the one that was named; empty when it is, or none was named."""
@@ -102,7 +113,9 @@ class Request:
             named_mode=mode,
             mode=mode or settings.overlap_mode,
             one_token_per_chunk=message.one_token_per_chunk,
-            token_ids=_token_ids(message, codec),
+            prompt_kind=_prompt_kind(message, codec),
+            text=message.text,
+            token_ids=tuple(message.token_ids.ids),
             messages=tuple(message.chat.messages),
         )
 
@@ -139,20 +152,20 @@ def _session_id(message: coordinator_pb2.GenerateRequest) -> str:
     return message.session_id or _OF_REQUEST + (message.request_id or uuid.uuid4().hex)
 
 
-def _token_ids(message: coordinator_pb2.GenerateRequest, codec: TextCodec) -> tuple[int, ...]:
-    """The prompt's ids; of chat messages those that they have at the beginning of a session."""
+def _prompt_kind(message: coordinator_pb2.GenerateRequest, codec: TextCodec) -> str:
+    """Which of the prompt's fields is set, once it can be looked at without a session."""
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequestError.of("prompt", None, "one of text, chat, token_ids")
     if kind == "token_ids":
-        ids = list(message.token_ids.ids)
+        ids = _at_least_one(kind, list(message.token_ids.ids))
         wrong = next((token for token in ids if token >= codec.vocabulary.size), None)
         if wrong is not None:
             raise InvalidRequestError.of("token_ids", wrong, f"ids below {codec.vocabulary.size}")
-    elif kind == "chat":
-        ids = codec.encode_chat(message.chat.messages)
-    else:
-        ids = codec.encode(message.text)
+    return kind
+
+
+def _at_least_one(kind: str, ids: list[int]) -> list[int]:
     if not ids:
         raise InvalidRequestError.of(kind, "", "a prompt of at least one token")
-    return tuple(ids)
+    return ids

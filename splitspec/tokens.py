@@ -8,11 +8,14 @@ the same length; it is no defence against an attacker, and needn't be: both side
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 _OFFSET = 0xCBF29CE484222325
 _PRIME = 0x100000001B3
 _MASK = 2**64 - 1
 _BLOCK = 256
+
+T = TypeVar("T")
 
 
 def extended_hash(value: int, ids: Iterable[int]) -> int:
@@ -26,8 +29,8 @@ def _next_hash(value: int, token: int) -> int:
     return ((value ^ (token + 1)) * _PRIME) & _MASK
 
 
-def common_prefix(held: Sequence[int], committed: Sequence[int]) -> int:
-    """How many leading tokens are the same.
+def common_prefix(held: Sequence[T], committed: Sequence[T]) -> int:
+    """How many leading tokens are the same, or characters.
 
     It starts from the first token each time: a cut may have replaced tokens anywhere since the last call.
     By blocks that costs some 50 us for 8,000 tokens.

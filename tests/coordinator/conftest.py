@@ -8,9 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from coordinator.text import TextCodec
+from splitspec.vocabulary import Vocabulary
 
 SPECIAL_TOKENS = ["<|end|>", "<|begin|>", "<|user|>"]
 LINES = [
@@ -76,6 +86,44 @@ def byte_level() -> Tokenizer:
     tokenizer.train_from_iterator(LINES, trainer)
     tokenizer.add_tokens([AddedToken("<think>"), AddedToken("é🙂")])
     return tokenizer
+
+
+def sentence_piece_codecs() -> dict[str, TextCodec]:
+    """A begin token and a space before a text, which the decoder takes away, in three ways of writing it."""
+    space = normalizers.Replace(" ", "▁")
+    ways = {
+        "prepend": (normalizers.Sequence([normalizers.Prepend("▁"), space]), None),
+        "metaspace, first": (None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False)),
+        "strip and metaspace, always": (
+            normalizers.Strip(right=False),
+            pre_tokenizers.Sequence([pre_tokenizers.Metaspace(prepend_scheme="always", split=False)]),
+        ),
+    }
+    return {name: sentence_piece(normalizer, splitter) for name, (normalizer, splitter) in ways.items()}
+
+
+def sentence_piece(
+    normalizer: normalizers.Normalizer | None, splitter: pre_tokenizers.PreTokenizer | None
+) -> TextCodec:
+    """As Llama 2's: byte fallback, and words that begin with a space."""
+    words = ["▁", "▁a", "▁b", "▁Hello", "Hello", "a", "b", ",", "H", "e", "l", "o"]
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    merges = [("▁", "a"), ("▁", "b"), ("H", "e"), ("l", "l"), ("He", "ll"), ("Hell", "o"), ("▁", "Hello")]
+    vocabulary = {piece: index for index, piece in enumerate([*pieces, "He", "ll", "Hell"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>"))
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    if splitter is not None:
+        tokenizer.pre_tokenizer = splitter
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    begin = tokenizer.token_to_id("<|begin|>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", begin)]
+    )
+    return TextCodec(Vocabulary.of(tokenizer), None)
 
 
 def byte_fallback(*chain: decoders.Decoder) -> Tokenizer:

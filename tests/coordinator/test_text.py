@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from coordinator.text import Detokenizer, TextCodec
 from splitspec.errors import ConfigError, InvalidRequestError
-from tests.coordinator.conftest import SaveModel
+from tests.coordinator.conftest import SaveModel, sentence_piece_codecs
 
 KINDS = [
     "byte level",
@@ -46,6 +46,10 @@ PROMPTS = [
 class Message:
     role: str
     content: str
+
+
+#: What SentencePiece tokenizers put before a text, in the ways that the library writes it.
+SENTENCE_PIECE = sentence_piece_codecs()
 
 
 def conversation(*messages: tuple[str, str]) -> list[Message]:
@@ -203,9 +207,19 @@ def test_a_broken_config_is_named(save_model: SaveModel, content: str) -> None:
     assert str(path) in raised.value.message
 
 
-def incremental(codec: TextCodec, ids: Sequence[int]) -> str:
-    detokenizer = codec.detokenizer()
+def incremental(codec: TextCodec, ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
+    detokenizer = codec.detokenizer(prompt)
     return "".join([*map(detokenizer.push, ids), detokenizer.flush()])
+
+
+def added(codec: TextCodec, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """What ids add to a prompt's text, by decoding both as a whole."""
+    before, whole = codec.decode(prompt), codec.decode([*prompt, *ids])
+    same = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))
+    return whole[min(same, len(whole)) :]
+
+
+BYTES = st.lists(st.sampled_from([0x00, 0x41, 0x80, 0x9F, 0xBF, 0xC3, 0xE2, 0xED, 0xF0, 0xF4, 0xFF]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -213,32 +227,40 @@ class TestDetokenizer:
     @given(data=st.data())
     def test_any_ids(self, codecs: dict[str, TextCodec], kind: str, data: st.DataObject) -> None:
         codec = codecs[kind]
-        past_the_end = codec.vocabulary.size + 2
-        ids = data.draw(st.lists(st.integers(0, past_the_end), max_size=60))
-        assert incremental(codec, ids) == codec.decode(ids)
+        ids = st.lists(st.integers(0, codec.vocabulary.size + 2), max_size=40)
+        prompt, output = data.draw(ids), data.draw(ids)
+        assert incremental(codec, output) == codec.decode(output)
+        assert incremental(codec, output, prompt) == added(codec, prompt, output)
 
     @given(
         parts=st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=4), max_size=12),
         copies=st.lists(st.integers(0, 2), max_size=40),
+        share=st.integers(0, 100),
     )
     def test_text_with_tokens_lost_and_repeated(
-        self, codecs: dict[str, TextCodec], kind: str, parts: list[str], copies: list[int]
+        self, codecs: dict[str, TextCodec], kind: str, parts: list[str], copies: list[int], share: int
+    ) -> None:
+        """share: per cent of the tokens that are the prompt, wherever that cuts words and characters."""
+        codec = codecs[kind]
+        whole = codec.encode("".join(parts))
+        times = chain(copies, repeat(1))
+        broken = [token for token, count in zip(whole, times, strict=False) for _ in range(count)]
+        for ids in (whole, broken):
+            seam = len(ids) * share // 100
+            assert incremental(codec, ids) == codec.decode(ids)
+            assert incremental(codec, ids[seam:], ids[:seam]) == added(codec, ids[:seam], ids[seam:])
+
+    @given(prompt=BYTES, output=BYTES)
+    def test_bytes(
+        self, codecs: dict[str, TextCodec], kind: str, prompt: list[int], output: list[int]
     ) -> None:
         codec = codecs[kind]
-        ids = codec.encode("".join(parts))
-        times = chain(copies, repeat(1))
-        broken = [token for token, count in zip(ids, times, strict=False) for _ in range(count)]
-        assert incremental(codec, ids) == codec.decode(ids)
+        before, broken = ([byte_id(codec, byte) for byte in part] for part in (prompt, output))
         assert incremental(codec, broken) == codec.decode(broken)
-
-    @given(ids=st.lists(st.sampled_from([0x00, 0x41, 0x80, 0x9F, 0xBF, 0xC3, 0xE2, 0xED, 0xF0, 0xF4, 0xFF])))
-    def test_bytes(self, codecs: dict[str, TextCodec], kind: str, ids: list[int]) -> None:
-        codec = codecs[kind]
-        broken = [byte_id(codec, byte) for byte in ids]
-        assert incremental(codec, broken) == codec.decode(broken)
+        assert incremental(codec, broken, before) == added(codec, before, broken)
 
     def test_time_is_linear(self, codecs: dict[str, TextCodec], kind: str) -> None:
-        """Also while bytes stay invalid, and in one long run of byte tokens."""
+        """Also while bytes stay invalid, in one long run of byte tokens, and behind a long prompt."""
         codec = codecs[kind]
         for ids in (
             [byte_id(codec, 0x80)] * 2000,
@@ -249,6 +271,9 @@ class TestDetokenizer:
             counting = Counting(codec)
             assert incremental(counting, ids) == codec.decode(ids)
             assert counting.decoded < 12 * len(ids)
+        counting = Counting(codec)
+        incremental(counting, ids[:1], codec.encode(" Hello") * 2000)
+        assert counting.decoded < 50
 
 
 class Counting(TextCodec):
@@ -280,6 +305,47 @@ def byte_characters() -> dict[int, str]:
 
 
 BYTE_CHARACTERS = byte_characters()
+
+
+class TestTheSeam:
+    """Where a prompt ends, on a tokenizer like Llama 2's: its decoder takes a text's first space away."""
+
+    def test_the_first_word_keeps_its_space(self, codecs: dict[str, TextCodec]) -> None:
+        codec = codecs["byte fallback"]
+        assert incremental(codec, codec.encode(" world"), codec.encode("Hello")) == " world"
+        assert incremental(codec, codec.encode("world")) == "world"
+
+    def test_a_character_whose_first_bytes_ended_the_prompt_comes_whole(
+        self, codecs: dict[str, TextCodec]
+    ) -> None:
+        for codec in (codecs["byte fallback"], codecs["byte level"]):
+            *first, last = [byte_id(codec, byte) for byte in "€".encode()]
+            assert incremental(codec, [last], first) == "€"
+            # A character that doesn't go on was the prompt's own replacement character already.
+            other = byte_id(codec, ord("a"))
+            assert codec.decode([*first, other]) == codec.decode(first) + incremental(codec, [other], first)
+
+
+@pytest.mark.parametrize("kind", SENTENCE_PIECE)
+class TestTextBehindText:
+    @given(words=st.lists(st.sampled_from([" ", "a", "b", "Hello", "日", ",", "é"]), max_size=6))
+    def test_nothing_is_put_before_it(self, kind: str, words: list[str]) -> None:
+        codec, text = SENTENCE_PIECE[kind], "".join(words)
+        before = codec.encode("Hello")
+        more = codec.encode_more(text)
+        assert codec.decode([*before, *more]) == codec.decode(before) + text
+        assert begin_id(codec) not in more
+
+    def test_at_the_beginning_of_a_session_the_library_decides(self, kind: str) -> None:
+        codec = SENTENCE_PIECE[kind]
+        assert codec.encode(" a")[0] == begin_id(codec)
+        assert codec.encode_more(" a") == [codec.vocabulary.tokenizer.token_to_id("▁a")]
+
+
+def begin_id(codec: TextCodec) -> int:
+    found = codec.vocabulary.tokenizer.token_to_id("<|begin|>")
+    assert found is not None
+    return int(found)
 
 
 class TestWhatIsReleasedWhen:

@@ -1,0 +1,106 @@
+"""Text to ids and back: prompts, chat templates, and output that grows token by token."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from coordinator.text.continuing import continuing
+from coordinator.text.detokenizer import Detokenizer
+from coordinator.text.template import ChatMessage, ChatTemplate
+from splitspec.errors import InvalidRequestError
+from splitspec.vocabulary import Vocabulary
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_KNOWN_ANSWER = "this is the answer"
+
+
+@dataclass(frozen=True)
+class _Turn:
+    role: str
+    content: str
+
+
+class TextCodec:
+    """A model's tokenizer with its chat template."""
+
+    def __init__(self, vocabulary: Vocabulary, template: ChatTemplate | None) -> None:
+        self.vocabulary = vocabulary
+        self._template = template
+        self._tokenizer = vocabulary.tokenizer
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(index for index, token in added.items() if token.special)
+        decoder = self._tokenizer.decoder
+        self._byte_fallback = decoder is not None and decoder.decode(["<0x41>"]) == "A"
+
+    @classmethod
+    def load(cls, directory: Path) -> TextCodec:
+        """The codec of a model directory. Raises ConfigError when one of its files can't be read."""
+        vocabulary = Vocabulary.load(directory)
+        return cls(vocabulary, ChatTemplate.load(directory))
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt, with the special tokens that the model's tokenizer puts around it."""
+        return self._tokenizer.encode(text).ids
+
+    def encode_more(self, text: str) -> list[int]:
+        """The ids of a text that follows other text: nothing is put before it."""
+        return self._continuing.encode(text, add_special_tokens=False).ids
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """The ids of a conversation up to where the assistant's answer begins.
+
+        Raises InvalidRequestError when the model has no chat template or its template refuses the messages.
+        """
+        if self._template is None:
+            roles = [message.role for message in messages]
+            raise InvalidRequestError.of(
+                "chat.messages", roles, "a prompt as text or token_ids: the model has no chat template"
+            )
+        return self._tokenizer.encode(self._template.render(messages), add_special_tokens=False).ids
+
+    def encode_turn(self, messages: Sequence[ChatMessage], before: Sequence[int]) -> list[int]:
+        """The ids that continue a conversation, behind the session's ids `before`.
+
+        What the template puts between an assistant's answer and the next message is taken from a
+        conversation with a known answer. The answer's end is left out when `before` already ends with it.
+        Raises InvalidRequestError as `encode_chat`, and when the template changes earlier messages.
+        """
+        if self._template is None:
+            return self.encode_chat(messages)
+        known = [_Turn("user", "question"), _Turn("assistant", _KNOWN_ANSWER)]
+        earlier = self._template.render(known, add_generation_prompt=False)
+        whole = self._template.render([*known, *messages])
+        end = earlier.rfind(_KNOWN_ANSWER) + len(_KNOWN_ANSWER)
+        if end < len(_KNOWN_ANSWER) or whole[:end] != earlier[:end]:
+            raise InvalidRequestError.of(
+                "chat.messages", "a turn", "a new session: the model's chat template can't be continued"
+            )
+        ids: list[int] = self._tokenizer.encode(whole[end:], add_special_tokens=False).ids
+        return ids[1:] if ids[:1] == list(before[-1:]) else ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids. Special tokens, and ids that have no token, are left out."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
+        """What reads the ids behind a prompt."""
+        return Detokenizer(self, prompt)
+
+    def leaves_out(self, token_id: int) -> bool:
+        """Whether `decode` leaves the id out."""
+        return token_id in self._special_ids or self._tokenizer.id_to_token(token_id) is None
+
+    def is_fallback_byte(self, token_id: int) -> bool:
+        """Whether the id is a byte by itself, such as `<0xE2>`, that is read together with its neighbours."""
+        token = self._tokenizer.id_to_token(token_id) if self._byte_fallback else None
+        return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
+
+    @cached_property
+    def _continuing(self) -> Tokenizer:
+        return continuing(self._tokenizer)
