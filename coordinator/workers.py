@@ -106,11 +106,20 @@ class WorkerPool:
         """
         hosts = self._of_one_model(await self._targets.refresh(prefer))
         if not hosts:
-            raise self._targets.refused or UnavailableError(
-                "no target worker is at hand, expected at least one: "
-                "start `splitspec serve target` with the same Redis"
-            )
+            raise self._targets.refused or self._no_target()
         return hosts
+
+    def _no_target(self) -> UnavailableError:
+        if self._fingerprint:
+            return UnavailableError(
+                "all target workers have left the directory, expected at least one: those that run come back "
+                "by themselves, as after a time without Redis",
+                retry_after_s=1.0,
+            )
+        return UnavailableError(
+            "no target worker is at hand, expected at least one: "
+            "start `splitspec serve target` with the same Redis"
+        )
 
     def _of_one_model(self, hosts: list[TargetHost]) -> list[TargetHost]:
         """The hosts with the model that this coordinator serves: the first one's, as long as any has it.

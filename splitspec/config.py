@@ -65,7 +65,9 @@ class ServerSettings(BaseSettings):
         "that listen on all addresses need it.",
     )
     redis_url: str = Field(
-        "redis://127.0.0.1:6379/0", description="Redis that holds sessions and the worker directory."
+        "redis://127.0.0.1:6379/0",
+        description="Redis that holds sessions and the worker directory: redis://, rediss:// for TLS, or "
+        "redis+sentinel://host,host/service.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Least level that is logged."
@@ -279,7 +281,7 @@ def explain_settings(cls: type[ServerSettings], arguments: Sequence[str] | None 
 def redacted(text: str) -> str:
     """The text with user and password of every URL in it replaced by stars."""
     text = re.sub(r"(?<=://)[^\s'\"]*@", "***@", text)
-    return re.sub(r"(?<=[?&])(username|password)=[^&\s'\"]*", r"\1=***", text)
+    return re.sub(r"(?<=[?&])(\w*(?:username|password))=[^&\s'\"]*", r"\1=***", text)
 
 
 def _load(cls: type[S], arguments: Sequence[str] | None) -> tuple[S, dict[str, str]]:

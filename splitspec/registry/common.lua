@@ -36,10 +36,12 @@ local function expire_at(record, journal, time)
   redis.call('PEXPIREAT', journal, time)
 end
 
+-- A full server refuses a script only at its first write, and only where that may take memory. Expiry comes
+-- first here, so that a lease is renewed all the same.
 local function renew(record, journal, now)
   local lease_end = now + redis.call('HGET', record, 'lease_ms')
-  redis.call('HSET', record, 'lease_end', lease_end)
   expire_at(record, journal, lease_end + ABANDONED_MS)
+  redis.call('HSET', record, 'lease_end', lease_end)
 end
 
 -- Store the last round taken; it never falls.

