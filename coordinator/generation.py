@@ -105,6 +105,7 @@ class Generation:
         assert request.sampling.seed is not None
         prompt = await self._prompt(owned.session.tokens[:start])
         model = (await self.workers.targets())[0].description.model
+        request.check_embedded(prompt, model.vocabulary_size)
         room = model.max_context - start - len(prompt)
         if room < 1:
             expected = f"at most {model.max_context - 1}, as the context is {model.max_context}"
@@ -131,6 +132,7 @@ class Generation:
             eos_token_ids=frozenset(note.eos_token_ids),
             max_tokens=self.request.stop.max_tokens or self.settings.max_tokens,
             room=note.room,
+            special_stops=self.codec.special_stops(self.request.stop.stop_strings),
         )
         delivery = self._delivery(owned, note, links)
         done = owned.session.tokens[note.prompt_end :]

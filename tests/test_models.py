@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter, TokenType
+from huggingface_hub.utils._paths import filter_repo_objects
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -64,6 +65,13 @@ def test_names_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "a hub id such as owner/model" in refused("a/b/c")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert "the id of a hub model that can be downloaded" in refused("nobody/nothing")
+
+
+def test_what_names_special_tokens_and_templates_is_fetched_from_a_hub() -> None:
+    wanted = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+    offered = [*wanted, "README.md", "pytorch_model.bin", "onnx/tokenizer_config.json"]
+    found = filter_repo_objects(offered, allow_patterns=models._HUB_FILES, ignore_patterns="*/*")
+    assert list(found) == wanted
 
 
 def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

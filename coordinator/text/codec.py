@@ -14,6 +14,7 @@ from coordinator.text.continuing import continuing
 from coordinator.text.detokenizer import Detokenizer
 from coordinator.text.template import ChatMessage, ChatTemplate
 from splitspec.errors import InvalidRequestError
+from splitspec.special_tokens import SpecialTokens
 from splitspec.vocabulary import Vocabulary
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -34,7 +35,8 @@ class TextCodec:
         self._template = template
         self._tokenizer = vocabulary.tokenizer
         added = self._tokenizer.get_added_tokens_decoder()
-        self._special_ids = frozenset(index for index, token in added.items() if token.special)
+        self._special_ids = {token.content: index for index, token in added.items() if token.special}
+        self._without_text = frozenset(self._special_ids.values())
         decoder = self._tokenizer.decoder
         self._byte_fallback = decoder is not None and decoder.decode(["<0x41>"]) == "A"
 
@@ -42,7 +44,10 @@ class TextCodec:
     def load(cls, directory: Path) -> TextCodec:
         """The codec of a model directory. Raises ConfigError when one of its files can't be read."""
         vocabulary = Vocabulary.load(directory)
-        return cls(vocabulary, ChatTemplate.load(directory))
+        tokens = SpecialTokens.load(directory)
+        tokens.teach(vocabulary.tokenizer)
+        unknown = tokens.unknown_to(vocabulary.tokenizer)
+        return cls(vocabulary, ChatTemplate.load(directory, tokens.named, unknown))
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, with the special tokens that the model's tokenizer puts around it."""
@@ -84,6 +89,18 @@ class TextCodec:
         ids: list[int] = self._tokenizer.encode(whole[end:], add_special_tokens=False).ids
         return ids[1:] if ids[:1] == list(before[-1:]) else ids
 
+    def special_stops(self, stop_strings: Sequence[str]) -> dict[int, str]:
+        """Those that are special tokens, by id: they have no text that could match.
+
+        Raises InvalidRequestError for one that has a special token and more, which never comes as text.
+        """
+        for stop in stop_strings:
+            inside = self._special.search(stop)
+            if inside is not None and stop not in self._special_ids:
+                expected = f"a special token alone ({inside[0]!r}), or text without one: it has no text"
+                raise InvalidRequestError.of("stop.stop_strings", stop, expected)
+        return {self._special_ids[stop]: stop for stop in stop_strings if stop in self._special_ids}
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids. Special tokens, and ids that have no token, are left out."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -94,7 +111,7 @@ class TextCodec:
 
     def leaves_out(self, token_id: int) -> bool:
         """Whether `decode` leaves the id out."""
-        return token_id in self._special_ids or self._tokenizer.id_to_token(token_id) is None
+        return token_id in self._without_text or self._tokenizer.id_to_token(token_id) is None
 
     def is_fallback_byte(self, token_id: int) -> bool:
         """Whether the id is a byte by itself, such as `<0xE2>`, that is read together with its neighbours."""
@@ -104,3 +121,9 @@ class TextCodec:
     @cached_property
     def _continuing(self) -> Tokenizer:
         return continuing(self._tokenizer)
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        """Finds a special token in text; those of white space alone don't count."""
+        tokens = [re.escape(token) for token in self._special_ids if token.strip()]
+        return re.compile("|".join(sorted(tokens, reverse=True)) or r"(?!)")

@@ -33,6 +33,7 @@ from splitspec.engine.paged import BLOCK_SIZE, PagedLM
 from splitspec.engine.plan import to_device, twice_if_single
 from splitspec.engine.probe import Probe, probe
 from splitspec.engine.selftest import rows_are_independent
+from splitspec.special_tokens import SpecialTokens
 from splitspec.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class CausalLM(PagedLM):
             # A table may also hold more ids than the model has embeddings for: those it can't be fed.
             vocabulary_size=min(vocabulary.size, text.vocab_size),
             max_context=max_context(model.config, name),
-            eos_token_ids=_eos_token_ids(model),
+            eos_token_ids=_eos_token_ids(model, directory, vocabulary),
         )
         found = probe(model, name, info.max_context)
         tiled = element != torch.float32 and has_tile_registers()
@@ -176,10 +177,13 @@ class CausalLM(PagedLM):
         return logits.float()
 
 
-def _eos_token_ids(model: PreTrainedModel) -> list[int]:
-    """Ids that end a generation: generation_config.json's, else config.json's."""
+def _eos_token_ids(model: PreTrainedModel, directory: Path, vocabulary: Vocabulary) -> list[int]:
+    """Ids that end a generation: generation_config.json's, else config.json's, and the tokenizer's own."""
     generation = getattr(model, "generation_config", None)
     ids = getattr(generation, "eos_token_id", None)
     if ids is None:
         ids = model.config.get_text_config(decoder=True).eos_token_id
-    return [ids] if isinstance(ids, int) else list(ids or [])
+    ends = [ids] if isinstance(ids, int) else list(ids or [])
+    named = SpecialTokens.load(directory).named.get("eos_token")
+    own = vocabulary.tokenizer.token_to_id(named) if named else None
+    return ends if own is None or own in ends else [*ends, own]

@@ -143,3 +143,22 @@ def byte_fallback(*chain: decoders.Decoder) -> Tokenizer:
         tokenizer.decoder = decoders.Sequence(list(chain))
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     return tokenizer
+
+
+def byte_id(codec: TextCodec, byte: int) -> int:
+    """The id of the token that is one byte."""
+    token = codec.vocabulary.tokenizer.token_to_id(f"<0x{byte:02X}>")
+    if token is None:
+        token = codec.vocabulary.tokenizer.token_to_id(BYTE_CHARACTERS[byte])
+    assert token is not None
+    return token
+
+
+def byte_characters() -> dict[int, str]:
+    """The character that stands for each byte in byte-level tokenizers (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+
+BYTE_CHARACTERS = byte_characters()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from coordinator.request import Request
@@ -79,3 +81,23 @@ def test_a_rule_that_would_change_the_distribution_or_comes_with_a_tree_is_refus
 def test_min_tokens_beyond_the_server_s_most_is_refused(codec: TextCodec) -> None:
     with pytest.raises(InvalidRequestError, match=r"stop\.min_tokens is 51, expected 0 to 50"):
         request(codec, stop=coordinator_pb2.StopConditions(min_tokens=51))
+
+
+def test_a_stop_id_that_can_t_come_is_refused(codec: TextCodec) -> None:
+    size = codec.vocabulary.size
+    with pytest.raises(InvalidRequestError, match=rf"stop\.stop_token_ids is {size}, expected ids below"):
+        request(codec, stop=coordinator_pb2.StopConditions(stop_token_ids=[1, size + 1, size]))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "named"),
+    [({"token_ids": {"ids": [1, 9]}}, "token_ids has"), ({"text": "b"}, r"text \(as ids\) has")],
+)
+def test_an_id_without_an_embedding_is_refused_under_the_name_of_the_prompt(
+    codec: TextCodec, prompt: dict[str, Any], named: str
+) -> None:
+    asked = Request.from_proto(coordinator_pb2.GenerateRequest(**prompt), SETTINGS, codec)
+    ids = asked.prompt(codec, [])
+    asked.check_embedded(ids, max(ids) + 1)
+    with pytest.raises(InvalidRequestError, match=rf"{named} the id {max(ids)}, expected ids below"):
+        asked.check_embedded(ids, max(ids))

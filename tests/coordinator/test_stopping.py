@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from coordinator.stopping import Emission, Emitted, Stopper
 from coordinator.text import TextCodec
+from splitspec.errors import InvalidRequestError
 from splitspec.types import FinishReason, Stop
+from tests.coordinator.conftest import byte_id
 
 EOS, STOP_TOKEN = 0, 300
 
@@ -28,6 +30,7 @@ def stopper(codec: TextCodec, stop: Stop | None = None, *, max_tokens: int = 100
         eos_token_ids=frozenset({EOS}),
         max_tokens=max_tokens,
         room=room,
+        special_stops=codec.special_stops(stop.stop_strings if stop else ()),
     )
 
 
@@ -97,8 +100,10 @@ def test_at_one_position_the_order_is_that_of_the_reasons(codec: TextCodec) -> N
     text = codec.decode([STOP_TOKEN])
     stop = Stop(stop_token_ids=frozenset({STOP_TOKEN}), stop_strings=(text,))
 
-    def finish(stop: Stop, eos: set[int], **limits: int) -> FinishReason | None:
-        under_test = Stopper(stop, codec.detokenizer(), eos_token_ids=frozenset(eos), **limits)
+    def finish(stop: Stop, eos: set[int], *, max_tokens: int, room: int) -> FinishReason | None:
+        under_test = Stopper(
+            stop, codec.detokenizer(), eos_token_ids=frozenset(eos), max_tokens=max_tokens, room=room
+        )
         return under_test.push(ids).finish
 
     limited = {"max_tokens": 3, "room": 3}
@@ -195,6 +200,29 @@ def test_a_stop_string_that_only_the_end_decides(codecs: dict[str, TextCodec], e
     emission = under_test.push(ids)
     assert (ids_of(emission), emission.text) == (ids, "")
     assert (emission.finish, emission.stop_string) == (FinishReason.STOP_STRING, "😀")
+
+
+def test_a_stop_string_that_is_a_special_token_matches_its_id(codec: TextCodec) -> None:
+    user = codec.vocabulary.tokenizer.token_to_id("<|user|>")
+    assert user is not None
+    stop = Stop(stop_strings=("abx", "<|user|>"), ignore_eos=True)
+    emission = stopper(codec, stop).push([*spelled(codec, "ab"), EOS, user, *spelled(codec, "c")])
+    assert (emission.finish, emission.stop_string) == (FinishReason.STOP_STRING, "<|user|>")
+    assert (emission.text, len(emission.tokens)) == ("ab", 4)
+    # As any stop string it doesn't count before min_tokens, and comes after what ends the text before it.
+    early = stopper(codec, replace(stop, min_tokens=3)).push([user, *spelled(codec, "ab")])
+    assert early.finish is None
+    held = stopper(codec, replace(stop, stop_strings=("\ufffd", "<|user|>")))
+    assert held.push([*spelled(codec, "a"), byte_id(codec, 0xE2), user]).stop_string == "\ufffd"
+    spelled_out = stopper(codec, stop).push(codec.encode_more("<|use") + spelled(codec, "r|>"))
+    assert (spelled_out.finish, spelled_out.text) == (FinishReason.STOP_STRING, "")
+
+
+@pytest.mark.parametrize("stop", ["<|user|>\n", "a<|end|>"])
+def test_a_stop_string_with_a_special_token_inside_is_refused(codec: TextCodec, stop: str) -> None:
+    with pytest.raises(InvalidRequestError, match="a special token alone") as raised:
+        codec.special_stops([stop])
+    assert raised.value.field == "stop.stop_strings"
 
 
 def test_limits_below_one_are_refused(codec: TextCodec) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from coordinator.text import Detokenizer, TextCodec
 from splitspec.errors import ConfigError, InvalidRequestError
-from tests.coordinator.conftest import SaveModel, sentence_piece_codecs
+from tests.coordinator.conftest import SaveModel, byte_id, sentence_piece_codecs
 
 KINDS = [
     "byte level",
@@ -185,6 +185,43 @@ def test_refused_messages_are_the_requests_fault(
     assert str([message.role for message in messages]) in raised.value.message
 
 
+WITHOUT = "{% if sep_token is defined %}x{% endif %}{{ bos_token }}{{ messages[0].content }}"
+
+
+def test_a_token_that_no_file_defines_is_nothing_as_in_the_library(save_model: SaveModel) -> None:
+    directory = save_model({}, WITHOUT)
+    codec, oracle = TextCodec.load(directory), AutoTokenizer.from_pretrained(directory)
+    assert codec.encode_chat(CONVERSATIONS[0]) == oracle_chat(oracle, CONVERSATIONS[0])
+    assert codec._template is not None
+    assert codec._template.undefined == ["bos_token", "sep_token"]
+
+
+@pytest.mark.parametrize(
+    ("config", "template", "said"),
+    [
+        ({}, "{{ bos_token + messages[0].content }}", "bos_token, which none of the model's files defines"),
+        ({"bos_token": "<new>"}, WITHOUT, "bos_token, which is '<new>' in the model's files"),
+    ],
+)
+def test_a_token_that_a_template_can_t_do_without_is_the_fault_of_the_files(
+    save_model: SaveModel, config: dict[str, Any], template: str, said: str
+) -> None:
+    codec = TextCodec.load(save_model(config, template))
+    with pytest.raises(ConfigError, match=said) as raised:
+        codec.encode_chat(CONVERSATIONS[0])
+    assert raised.value.field == "chat"
+
+
+def test_special_tokens_come_from_each_of_the_model_s_files(save_model: SaveModel) -> None:
+    directory = save_model(
+        {"eos_token": "<|end|>"}, "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    )
+    (directory / "special_tokens_map.json").write_text('{"bos_token": {"content": "<|begin|>"}}')
+    codec, oracle = TextCodec.load(directory), AutoTokenizer.from_pretrained(directory)
+    assert codec.encode_chat(CONVERSATIONS[0]) == oracle_chat(oracle, CONVERSATIONS[0])
+    assert codec.encode_chat(CONVERSATIONS[0])[0] == begin_id(codec)
+
+
 def test_named_templates_without_a_default_are_none(save_model: SaveModel) -> None:
     codec = TextCodec.load(save_model({"chat_template": [{"name": "tool_use", "template": "x"}]}))
     with pytest.raises(InvalidRequestError, match="no chat template"):
@@ -286,25 +323,6 @@ class Counting(TextCodec):
     def decode(self, token_ids: Sequence[int]) -> str:
         self.decoded += len(token_ids)
         return super().decode(token_ids)
-
-
-def byte_id(codec: TextCodec, byte: int) -> int:
-    """The id of the token that is one byte."""
-    token = codec.vocabulary.tokenizer.token_to_id(f"<0x{byte:02X}>")
-    if token is None:
-        token = codec.vocabulary.tokenizer.token_to_id(BYTE_CHARACTERS[byte])
-    assert token is not None
-    return token
-
-
-def byte_characters() -> dict[int, str]:
-    """The character that stands for each byte in byte-level tokenizers (GPT-2's table)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
-
-
-BYTE_CHARACTERS = byte_characters()
 
 
 class TestTheSeam:

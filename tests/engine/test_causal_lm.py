@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,13 @@ def test_a_padded_head_is_cut_to_the_table(tmp_path: Path) -> None:
 def test_a_table_longer_than_the_embeddings_is_cut_to_them(tmp_path: Path) -> None:
     tiny.checkpoint(tmp_path, tiny.CONFIGS["llama"], vocabulary=99)
     assert load(tmp_path).info.vocabulary_size == tiny.VOCABULARY
+
+
+def test_the_tokenizer_s_own_end_counts_beside_the_config_s(tmp_path: Path) -> None:
+    tiny.checkpoint(tmp_path, tiny.CONFIGS["llama"])
+    for named, expected in {"w2": [2], "w7": [2, 7], "no such word": [2]}.items():
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": named}))
+        assert list(load(tmp_path).info.eos_token_ids) == expected
 
 
 def test_info(llama: Path, tmp_path: Path) -> None:
