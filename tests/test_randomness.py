@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -48,6 +49,27 @@ def test_raw_integers_are_the_documented_philox_block(
     assert raw64(seed, round_number, index, purpose) == block[0][0]
 
 
+def test_streams_reach_as_far_as_requests_do() -> None:
+    """Every seventh round up to 20,000 and position up to 100,000, and any numbers far beyond: each has the
+    block of its own counter, and no two have the same.
+    """
+    rounds, positions = np.arange(0, 20_000, 7), np.arange(0, 100_001, 7)
+    by_round = np.array([raw64(3, number, 15, Purpose.ACCEPTANCE) for number in rounds.tolist()])
+    assert np.array_equal(by_round, philox_4x64_10([1, 0, 15, rounds], [3, Purpose.ACCEPTANCE])[0])
+    shared = np.array([shared_words(3, position, 1)[0] for position in positions.tolist()])
+    assert np.array_equal(shared, philox_4x64_10([1, 0, positions, 0], [3, Purpose.SHARED])[0])
+    generator = np.random.default_rng(12)
+    seeds, far = generator.integers(0, 2**64, 2000, dtype=np.uint64) >> generator.integers(
+        0, 50, (2, 2000), np.uint64
+    )
+    indices, purposes = generator.integers(0, 4096, 2000), generator.integers(1, 5, 2000)
+    addresses = zip(*(numbers.tolist() for numbers in (seeds, far, indices, purposes)), strict=True)
+    beyond = np.array([raw64(seed, number, index, Purpose(kind)) for seed, number, index, kind in addresses])
+    assert np.array_equal(beyond, philox_4x64_10([1, 0, indices, far], [seeds, purposes])[0])
+    together = np.concatenate([by_round, shared, beyond])
+    assert len(np.unique(together)) == len(together)
+
+
 def test_raw_integers_stay_what_they_are() -> None:
     """A contract between processes and versions: a resumed request must draw the same tokens."""
     assert raw64(0, 1, 0, Purpose.DRAFT) == 0x22D607C8D31A9786
@@ -67,15 +89,16 @@ def test_randomness_neither_reads_nor_moves_global_generators() -> None:
 
 
 def test_counter_noise_takes_each_value_from_the_stream_of_its_purpose() -> None:
-    noise = CounterNoise(seed=3, round_number=9)
     weights = torch.ones(1000, dtype=torch.float64)
-    for index in range(20):
-        u = uniform(3, 9, index, Purpose.ACCEPTANCE)
+    for number, index in itertools.product([9, 1023, 1024, 5000, 2**33], range(17)):
+        noise = CounterNoise(seed=3, round_number=number)
+        u = uniform(3, number, index, Purpose.ACCEPTANCE)
         assert noise.accepts(index, math.nextafter(u, 2), 1.0)
         assert not noise.accepts(index, u, 1.0)
         for purpose in (Purpose.RESIDUAL, Purpose.NEXT):
-            assert noise.draw(index, purpose, weights) == int(1000 * uniform(3, 9, index, purpose))
-        assert noise.below(index, Purpose.DRAFT, 1000) == 1000 * raw64(3, 9, index, Purpose.DRAFT) // 2**64
+            assert noise.draw(index, purpose, weights) == int(1000 * uniform(3, number, index, purpose))
+        expected = 1000 * raw64(3, number, index, Purpose.DRAFT) // 2**64
+        assert noise.below(index, Purpose.DRAFT, 1000) == expected
 
 
 def test_units_and_bounded_integers_at_the_ends() -> None:
@@ -189,7 +212,7 @@ def test_the_race_equals_its_plain_definition(tokens: list[tuple[int, float]]) -
 @pytest.mark.parametrize("support", [1, 64, 49152])
 def test_the_race_equals_its_plain_definition_on_a_whole_vocabulary(support: int) -> None:
     generator = np.random.default_rng(support)
-    for position in range(10):
+    for position in [*range(8), 1024, 99_999]:
         weights = np.zeros(49152)
         ids = generator.choice(49152, support, replace=False)
         weights[ids] = np.exp(generator.normal(scale=3, size=support))

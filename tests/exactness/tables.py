@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +58,35 @@ def random_table(vocabulary_size: int, seed: int, allowed: Sequence[int] | None 
 
 def random_model(vocabulary_size: int, seed: int, allowed: Sequence[int] | None = None) -> Model:
     return model(random_table(vocabulary_size, seed, allowed))
+
+
+def open_at(vocabulary_size: int, seed: int, places: Collection[int]) -> Model:
+    """Random rows without zeros behind prefixes of these lengths; behind all others token 0 is certain.
+
+    So an enumeration reaches far, and forks at these places only.
+    """
+    logits = logits_table(vocabulary_size, seed)
+
+    def row(prefix: Prefix) -> torch.Tensor:
+        if len(prefix) in places:
+            return torch.softmax(logits(prefix).double(), dim=0)
+        return torch.eye(vocabulary_size, dtype=torch.float64)[0]
+
+    return model(row)
+
+
+def small_scales() -> tuple[Model, Model]:
+    """Target and draft of four tokens where the block rule's P_1 is 0.0006, in size between weights of q.
+
+    So the residual's shape depends on that scale.
+    """
+    p = ([1 - 3e-4, 3e-4, 0, 0], [0.4, 0.3, 0.3, 0.0])
+    q = ([0.5, 0.5, 0, 0], [1 - 1e-5, 1e-5, 0, 0])
+
+    def of(rows: Sequence[Sequence[float]]) -> Model:
+        return model(lambda prefix: torch.tensor(rows[min(len(prefix), 1)], dtype=torch.float64))
+
+    return of(p), of(q)
 
 
 def logits_table(vocabulary_size: int, seed: int) -> Table:

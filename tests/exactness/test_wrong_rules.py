@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from splitspec.sampling import randomness
-from splitspec.types import Rule, Sampling
+from splitspec.types import MAX_NUM_DRAFT_TOKENS, Rule, Sampling
 from tests.exactness import drafting, law, tables, wrong, wrong_trees
 from tests.exactness.drafting import Branch, Propose, Step, chain, tree
 from tests.exactness.enumeration import Primitives
@@ -41,6 +41,8 @@ TOKEN = Implementation(wrong.right, decide_by(Rule.TOKEN))
 BLOCK = Implementation(wrong.right, decide_by(Rule.BLOCK))
 DRAWN_TREE = Implementation(tree(drafting.drawn_children(3), 2, 1), decide_by(Rule.BLOCK))
 CERTAIN_TREE = Implementation(tree(drafting.top_children, 2, 1), decide_by(Rule.BLOCK))
+DEEP_TREE = Implementation(tree(drafting.top_children, *[1] * MAX_NUM_DRAFT_TOKENS), decide_by(Rule.BLOCK))
+DEEP_DRAWN_TREE = replace(DEEP_TREE, propose=tree(drafting.drawn_children(2), *[1] * MAX_NUM_DRAFT_TOKENS))
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Wrong:
     least: float = 1e-3
     length: int = 3
     across_rounds: bool = False
+    num_draft_tokens: int = 2
 
 
 def token(decide: Decide) -> Wrong:
@@ -70,8 +73,17 @@ def step(made: Step) -> Wrong:
     return drafted(chain(made))
 
 
-def block(decide: Decide, models: Tables = FOR_BLOCKS, across_rounds: bool = False) -> Wrong:
-    return Wrong(replace(BLOCK, decide=decide), BLOCK, models, across_rounds=across_rounds)
+def block(
+    decide: Decide, models: Tables = FOR_BLOCKS, across_rounds: bool = False, least: float = 1e-3
+) -> Wrong:
+    return Wrong(replace(BLOCK, decide=decide), BLOCK, models, least, across_rounds=across_rounds)
+
+
+def late(decide: Decide, right: Implementation, places: tuple[int, ...], least: float = 1e-3) -> Wrong:
+    """A mistake that shows at these places of a proposal of 16 tokens, which are the only open ones."""
+    models = tables.open_at(2, 3, places), tables.open_at(2, 4, places)
+    wrongly = replace(right, decide=decide)
+    return Wrong(wrongly, right, models, least, max(places) + 1, num_draft_tokens=MAX_NUM_DRAFT_TOKENS)
 
 
 def children(branch: Branch) -> Wrong:
@@ -119,6 +131,19 @@ BIASED = {
     "block: stale distributions": Wrong(
         replace(BLOCK, relay=wrong.stale_distributions), BLOCK, TWO_TOKENS, across_rounds=True
     ),
+    "token: one uniform from token 8 on": late(wrong.one_uniform(Rule.TOKEN, last=7), TOKEN, (7, 8)),
+    "block: one uniform from the ninth test on": late(
+        wrong.one_uniform(Rule.BLOCK, last=8), BLOCK, (8, 9, 10)
+    ),
+    "block: the residual's scale is at least 0.001": block(
+        wrong.block(least_scale=1e-3), tables.small_scales(), least=1e-7
+    ),
+    "top-m tree: rows from the fifth on share noise": late(
+        wrong.one_uniform(Rule.BLOCK, last_drawn=4), DEEP_TREE, (4, 5)
+    ),
+    "recursive tree: one uniform from node 12 on": late(
+        wrong.one_uniform(Rule.BLOCK, last=12), DEEP_DRAWN_TREE, (12, 13)
+    ),
     "penalties frozen over the block": rows(wrong.frozen_history),
     "minimum length frozen over the block": rows(wrong.frozen_history, ENDING_LATE),
     "bonus row unprocessed": rows(wrong.bonus_unprocessed),
@@ -137,18 +162,21 @@ BIASED = {
 
 
 @functools.cache
-def law_of(implementation: Implementation, models: Tables, length: int, across_rounds: bool) -> Law:
+def law_of(
+    implementation: Implementation, models: Tables, length: int, across_rounds: bool, num_draft_tokens: int
+) -> Law:
     """In one enumeration for all rounds where the mistake is between rounds."""
     emitted = law.session_law if across_rounds else law.emitted_law
-    return emitted(implementation, *models, length, num_draft_tokens=2)
+    return emitted(implementation, *models, length, num_draft_tokens)
 
 
 @pytest.mark.parametrize("name", BIASED)
 def test_rejects_a_biased_implementation(name: str) -> None:
     case = BIASED[name]
     target = law.target_law(case.models[0], case.length)
-    law.assert_exact(law_of(case.right, case.models, case.length, case.across_rounds), target)
-    emitted = law_of(case.implementation, case.models, case.length, case.across_rounds)
+    setting = (case.models, case.length, case.across_rounds, case.num_draft_tokens)
+    law.assert_exact(law_of(case.right, *setting), target)
+    emitted = law_of(case.implementation, *setting)
     assert math.fsum(emitted.values()) == pytest.approx(1, abs=law.TOLERANCE)
     assert law.total_variation(emitted, target) > case.least
     with pytest.raises(AssertionError):

@@ -127,15 +127,17 @@ def accepts_inverted(u: float, numerator: float, denominator: float) -> bool:
 
 @dataclass(frozen=True)
 class OneUniform:
-    """Noise that decides on every position with the uniform of the first."""
+    """Noise that decides on every position from `last` on with the same uniform, or draws all from one."""
 
     noise: Noise
+    last: int = 0
+    last_drawn: int = 1000
 
     def accepts(self, index: int, numerator: float, denominator: float) -> bool:
-        return self.noise.accepts(0, numerator, denominator)
+        return self.noise.accepts(min(index, self.last), numerator, denominator)
 
     def draw(self, index: int, purpose: Purpose, weights: torch.Tensor) -> int:
-        return self.noise.draw(index, purpose, weights)
+        return self.noise.draw(min(index, self.last_drawn), purpose, weights)
 
     def race(self, position: int, weights: torch.Tensor) -> int:
         return self.noise.race(position, weights)
@@ -166,9 +168,11 @@ def by_position(rule: Rule) -> Decide:
     return decide
 
 
-def one_uniform(rule: Rule) -> Decide:
+def one_uniform(rule: Rule, last: int = 0, last_drawn: int = 1000) -> Decide:
+    """last: the position, last_drawn: the row, from which on all have the same uniform."""
+
     def decide(rows: Rows, draft: Draft, base_length: int, noise: Noise) -> Outcome:
-        return decide_by(rule)(rows, draft, base_length, OneUniform(noise))
+        return decide_by(rule)(rows, draft, base_length, OneUniform(noise, last, last_drawn))
 
     return decide
 
@@ -196,9 +200,13 @@ def lost_without_fallback(rows: Rows, draft: Draft, base_length: int, noise: Noi
 
 
 def block(
-    *, early_stop: bool = False, ordinary_residual: bool = False, ordinary_test: bool = False
+    *,
+    early_stop: bool = False,
+    ordinary_residual: bool = False,
+    ordinary_test: bool = False,
+    least_scale: float = 0.0,
 ) -> Decide:
-    """The block rule with one mistake."""
+    """The block rule with one mistake. least_scale: of the residual."""
 
     def decide(rows: Rows, draft: Draft, base_length: int, noise: Noise) -> Outcome:
         count = len(draft.token_ids)
@@ -222,7 +230,8 @@ def block(
             return Outcome.of_chain(count, tau, noise.draw(tau, Purpose.NEXT, rows.probabilities(tau)))
         q = draft.distributions[tau]
         assert q is not None
-        rest = residual(rows.probabilities(tau) * (1 if ordinary_residual else scale_of_tau), q)
+        scale = 1 if ordinary_residual else max(scale_of_tau, least_scale)
+        rest = residual(scale * rows.probabilities(tau), q)
         return Outcome.of_chain(count, tau, noise.draw(tau, Purpose.RESIDUAL, rest))
 
     return decide
