@@ -40,6 +40,24 @@ async def test_a_request_that_fails_leaves_what_it_found(registry: Registry) -> 
         assert third.record.request == b"note"
 
 
+async def test_rounds_go_on_behind_an_owner_that_crashed(registry: Registry, redis_url: str) -> None:
+    """With each append, as a crash leaves no time to save more."""
+    with Redis.from_url(redis_url) as client:
+        async with own(registry) as first:
+            for token, number in [(5, 3), (6, 8)]:
+                first.session.tokens.extend([token])
+                first.session.round = number
+                assert await first.journal.acknowledged(len(first.session.tokens))
+                record = journal_key(client).replace("journal", "record")
+                assert client.hget(record, "round") == str(number).encode()
+        async with own(registry) as second:
+            assert second.session.round == second.record.round_number == 8
+            assert second.session.next_round(4).round == 9
+            second.session.revision = 4
+        async with own(registry) as third:
+            assert (third.session.round, third.session.revision) == (12, 4)
+
+
 async def test_tokens_that_nobody_waited_for_are_not_left(registry: Registry) -> None:
     async with own(registry) as first:
         first.session.tokens.extend([1, 2])

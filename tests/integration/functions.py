@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from draft_worker.drafters.base import Drafter
 from draft_worker.drawing import DraftCounterNoise
-from splitspec.engine.causal_lm import CausalLM
+from splitspec.engine.paged import PagedLM
 from splitspec.engine.scheduler import Timer, run_alone
 from splitspec.tokens import TokenLog
 from splitspec.types import Drawing
@@ -22,7 +22,7 @@ class Spoken:
 
 
 def speak(
-    target: CausalLM, drafter: Drafter, drawing: Drawing, prompt: Sequence[int], k: int, count: int
+    target: PagedLM, drafter: Drafter, drawing: Drawing, prompt: Sequence[int], k: int, count: int
 ) -> Spoken:
     """`count` tokens by the rounds of a request in a session of its own, a draft worker at hand."""
     tokens, kv, state = TokenLog(prompt), target.new_kv(), drafter.open()
