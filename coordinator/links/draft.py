@@ -30,6 +30,9 @@ _OPEN_LIMIT_S = 120.0
 #: What a draft worker gets to answer at the end of a request, twice.
 _CLOSE_LIMIT_S = 0.5
 
+#: The features of one Propose, as of one verdict (splitspec/features.py).
+_MOST_FEATURE_BYTES = 3 * 1024 * 1024
+
 #: Hands the target a proposal whose parent has no verdict yet.
 Relay: TypeAlias = Callable[[common_pb2.Proposal], Awaitable[None]]
 
@@ -62,8 +65,9 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
         self.features = info.features if info.features.layers else None
         #: What it can do while the target verifies.
         self.modes = host.modes(drafter)
-        #: Tokens whose features the worker holds or was sent; None while it isn't open.
-        self._features_length: int | None = None
+        # Tokens whose features the worker holds or was sent; until it is open, those that it should hold.
+        self._features_length = max(0, held - 1) if handle else 0
+        # Features that the next Propose brings.
         self._features: common_pb2.Features | None = None
         self.gone = False
         self._error: SplitspecError | None = None
@@ -82,13 +86,21 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
 
     @property
     def features_start(self) -> int | None:
-        """First token whose features it lacks; None when it wants none, or isn't open yet."""
-        return self._features_length if self.features is not None else None
+        """First token whose features the target should bring next; None when none are wanted now."""
+        if self.features is None:
+            return None
+        if self._features is None:
+            return self._features_length
+        return _end(self._features) if _room(self._features) > 0 else None
 
     def bring(self, features: common_pb2.Features) -> None:
-        """Features of the target for the next Propose. Of no use when some before them are missing."""
-        if self.features_start is not None and features.start <= self.features_start:
-            self._features = features
+        """Features of the target for the next Propose, behind those that wait for it already. Of no use when
+        some before them are missing.
+        """
+        start = self.features_start
+        if start is None or features.start > start:
+            return
+        self._features = features if self._features is None else _joined(self._features, features)
 
     async def propose(
         self, num_draft_tokens: int, num_accepted: int, patience_s: float, mode: Mode, num_ahead: int
@@ -179,7 +191,7 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
         )
         self._sent = len(self._session.tokens)
         if self._features is not None:
-            self._features_length = self._features.start + self._features.shape[0]
+            self._features_length = _end(self._features)
             self._features = None
         self._since = time.monotonic()
         await self._write(draft_pb2.DraftSessionRequest(stamp=stamp, trace=trace, propose=message))
@@ -210,6 +222,8 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
                 if length == stamp.base_length:
                     self._sent = length
                     self._features_length = min(response.opened.features_length, length - 1)
+                    if self._features is not None and self._features.start > self._features_length:
+                        self._features = None  # the worker holds less than it should
                     wait.opened(response.opened)
                     self._opened, self.handle = True, handle
                     return
@@ -263,3 +277,23 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
             )
         self._error = error
         self.cancel()
+
+
+def _end(features: common_pb2.Features) -> int:
+    return features.start + features.shape[0]
+
+
+def _room(features: common_pb2.Features) -> int:
+    """How many more tokens' features a message has room for."""
+    return _MOST_FEATURE_BYTES * features.shape[0] // len(features.data) - features.shape[0]
+
+
+def _joined(first: common_pb2.Features, second: common_pb2.Features) -> common_pb2.Features:
+    """Both as one message, up to what it has room for. The second begins among the tokens of the first, or
+    right after them.
+    """
+    skipped, row_bytes = _end(first) - second.start, len(second.data) // second.shape[0]
+    count = max(0, min(second.shape[0] - skipped, _room(first)))
+    data = first.data + second.data[skipped * row_bytes : (skipped + count) * row_bytes]
+    shape = [first.shape[0] + count, *first.shape[1:]]
+    return common_pb2.Features(start=first.start, shape=shape, dtype=first.dtype, data=data)

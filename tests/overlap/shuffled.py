@@ -25,6 +25,7 @@ from coordinator.stats import Stats
 from coordinator.stopping import Stopper
 from coordinator.workers import DraftHost, TargetHost
 from draft_worker.servicer import DraftWorker
+from protos.v1.target_pb2 import TargetSessionResponse
 from splitspec.config import CoordinatorSettings
 from splitspec.serving import EOF
 from splitspec.telemetry import Telemetry
@@ -38,8 +39,9 @@ _SETTINGS = CoordinatorSettings(model="simulated", draft_patience=1e4, draft_tim
 
 @dataclass
 class Pipe:
-    """One direction of a stream. delivered: what the receiver may read."""
+    """One direction of a stream. delivered: what the receiver may read. after: verdicts that come first."""
 
+    after: int = 0
     under_way: deque[Any] = field(default_factory=deque)
     delivered: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
 
@@ -74,15 +76,17 @@ class Wire:
         #: Messages of each type that were delivered.
         self.seen: list[Any] = []
 
-    def connect(self) -> tuple[End, End]:
-        there, back = Pipe(), Pipe()
+    def connect(self, after: int = 0) -> tuple[End, End]:
+        """Both ends of a stream. after: verdicts that are delivered before anything of it."""
+        there, back = Pipe(after), Pipe()
         self._pipes += [there, back]
         return End(there, back), End(back, there)
 
     async def deliver(self) -> None:
         """Until it is cancelled."""
         while True:
-            waiting = [pipe for pipe in self._pipes if pipe.under_way]
+            verdicts = sum(isinstance(m, TargetSessionResponse) and m.HasField("verdict") for m in self.seen)
+            waiting = [pipe for pipe in self._pipes if pipe.under_way and pipe.after <= verdicts]
             if not waiting:
                 await asyncio.sleep(0.0002)
                 continue
@@ -114,10 +118,12 @@ class Worlds:
         order: int | None,
         drafter: str,
         control: Controller | None = None,
+        draft_after: int = 0,
     ) -> tuple[list[int], Stats, Wire]:
         """A request's tokens, what it counted, and the wire with all that went over it.
 
-        control: another one than that which pins `mode` and K.
+        control: another one than that which pins `mode` and K. draft_after: verdicts that come before the
+        draft worker hears of the session.
         """
         self._count += 1
         session = Session("", f"session {self._count}", 1, TokenLog(prompt))
@@ -128,7 +134,7 @@ class Worlds:
         telemetry, wire = Telemetry(), Wire(order)
         with telemetry.tracing.request(None) as span:
             stats = Stats(span, telemetry.metrics, {})
-            async with self._streams(wire, session, stats, drafter) as (target, link):
+            async with self._streams(wire, session, stats, drafter, draft_after) as (target, link):
                 drafting = None
                 if mode is not Mode.PLAIN:
                     drafting = Drafting(_no_other, link, 100)
@@ -146,12 +152,12 @@ class Worlds:
 
     @asynccontextmanager
     async def _streams(
-        self, wire: Wire, session: Session, stats: Stats, drafter: str
+        self, wire: Wire, session: Session, stats: Stats, drafter: str, draft_after: int
     ) -> AsyncIterator[tuple[TargetLink, DraftLink]]:
         ours, theirs = wire.connect()
         stub: Any = SimpleNamespace(TargetSession=lambda timeout: ours)
         target_host = TargetHost("target", stub, self._target.describe())
-        draft_ours, draft_theirs = wire.connect()
+        draft_ours, draft_theirs = wire.connect(draft_after)
         draft_stub: Any = SimpleNamespace(DraftSession=lambda timeout: draft_ours)
         draft_host = DraftHost("draft", draft_stub, self._draft.describe())
         tasks = [

@@ -78,11 +78,13 @@ async def test_text_is_that_of_plain_decoding(worlds: Worlds, rule: Rule, mode: 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("mode", PREFETCH)
+@pytest.mark.parametrize("draft_after", [0, 1])
 async def test_features_and_blocks(
-    worlds: Worlds, drafters: Mapping[str, Drafter], mode: Mode, drafter: str
+    worlds: Worlds, drafters: Mapping[str, Drafter], mode: Mode, drafter: str, draft_after: int
 ) -> None:
     """Each Propose brings the features of all committed tokens but the last, whether or not its proposal was
-    prepared. In the end no block is held; without the help of the collector, which doesn't know of pools.
+    prepared, and also if the target's first verdict came before the session was open at the draft worker. In
+    the end no block is held; without the help of the collector, which doesn't know of pools.
     """
     (pool,) = drafters[drafter].pools
     gc.collect()
@@ -90,7 +92,7 @@ async def test_features_and_blocks(
     gc.disable()
     try:
         _, stats, wire = await worlds.run(
-            PROMPT, LENGTH, mode, Rule.SHARED_NOISE, seed=7, order=1, drafter=drafter
+            PROMPT, LENGTH, mode, Rule.SHARED_NOISE, seed=7, order=1, drafter=drafter, draft_after=draft_after
         )
         for _ in range(1000):
             if pool.num_used == used:
