@@ -32,13 +32,15 @@ def test_grpc_knows_the_option(name: str) -> None:
 async def test_a_call_that_its_client_has_ended_is_left_in_order() -> None:
     """Also when the server is told to stop before that: the loop goes on until the call is over."""
     steps: list[str] = []
+    ended, go_on = asyncio.Event(), asyncio.Event()
 
     async def serve(requests: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         try:
             await context.write(b"begun")
             await asyncio.Event().wait()
         finally:
-            await asyncio.shield(asyncio.sleep(0.3))
+            ended.set()
+            await asyncio.shield(go_on.wait())
             steps.append("left")
 
     def add(server: grpc.aio.Server) -> None:
@@ -50,7 +52,9 @@ async def test_a_call_that_its_client_has_ended_is_left_in_order() -> None:
             call: Any = channel.stream_stream("/test.Service/M")()
             assert await call.read() == b"begun"
             call.cancel()
-            await asyncio.sleep(0.1)
+            await ended.wait()
+        # Only the loop of a server that stops still runs then.
+        asyncio.get_running_loop().call_later(0.1, go_on.set)
         assert steps == []
     assert steps == ["left"]
 

@@ -110,9 +110,7 @@ def test_all_die_with_a_parent_that_is_killed(demo_model: Path, tmp_path: Path) 
         assert Path(log_dir).parent == tmp_path
         assert all(alive(int(pid)) for pid in pids)
         parent.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while any(alive(int(pid)) for pid in pids):
-        assert time.monotonic() < deadline, "a child has survived its parent"
+    while any(alive(int(pid)) for pid in pids):  # if one survives, the test's time runs out
         time.sleep(0.05)
 
 

@@ -15,6 +15,7 @@ from splitspec.errors import InvalidRequestError, SessionBusyError, StaleError
 from splitspec.registry import Registry, WorkerHandle
 from splitspec.registry.scripts import Scripts
 from splitspec.telemetry import NO_SPAN
+from tests.waiting import until
 
 TARGET = WorkerHandle("t1", "h1")
 DRAFT = WorkerHandle("d1", "h2", "lookup")
@@ -68,18 +69,23 @@ async def test_tokens_that_nobody_waited_for_are_not_left(registry: Registry) ->
 
 
 class SlowAppends(Registry):
-    """A connection on which an append takes longer than a chunk waits for it."""
+    """A connection on which an append takes longer than a chunk waits for it: until it is told to go on."""
+
+    go_on: asyncio.Event
 
     async def append(self, *args: Any, **kwargs: Any) -> None:
-        await asyncio.sleep(0.3)
+        await self.go_on.wait()
         await super().append(*args, **kwargs)
 
 
 async def test_a_session_is_left_with_the_whole_journal(registry: Registry, redis_url: str) -> None:
     slow = await SlowAppends.connect(redis_url)
+    assert isinstance(slow, SlowAppends)
+    slow.go_on = asyncio.Event()
     async with own(slow) as first:
         first.session.tokens.extend([1, 2])
         assert not await first.journal.acknowledged(2)
+        slow.go_on.set()
     await slow.close()
     async with own(registry) as second:
         assert second.record.token_ids == (1, 2)
@@ -152,11 +158,13 @@ async def test_a_request_cancelled_at_its_begin_or_end_leaves_the_session(
     with pytest.raises(asyncio.CancelledError):
         await running
     held_up.go_on.set()
-    async with asyncio.timeout(5):
-        while True:
-            try:
-                async with own(registry):
-                    break
-            except SessionBusyError:
-                await asyncio.sleep(0.01)
+
+    async def left() -> bool:
+        try:
+            async with own(registry):
+                return True
+        except SessionBusyError:
+            return False
+
+    await until(left)
     await held_up.close()

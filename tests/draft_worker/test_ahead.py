@@ -12,6 +12,7 @@ from splitspec.tokens import TokenLog
 from splitspec.types import Mode, Sampling
 from splitspec.wire import Draft
 from tests.drawings import drawing_of
+from tests.waiting import all_ready
 
 
 async def test_a_turn_that_is_cut_off_leaves_no_branch() -> None:
@@ -31,17 +32,17 @@ async def test_a_turn_that_is_cut_off_leaves_no_branch() -> None:
     stamp = common_pb2.Stamp(round=1, base_length=3, prefix_hash=tokens.prefix_hash())
     root = Branch(stamp, [1, 2, 3], None, 2, more_follows=False, draft=Draft.certain((4, 5)))
     ahead.go_on(root, Mode.PIPELINED, 1, send)
-    await asyncio.sleep(0.01)
+    await all_ready()
     (child,) = root.children
     tokens.extend([4, 5, 7])
     turning = asyncio.create_task(ahead.turn(2, tokens))
-    await asyncio.sleep(0.01)
+    await all_ready()
     assert not turning.done()
     turning.cancel()
     await asyncio.wait({turning})
     ahead.drop()
     drafted.set()
-    await asyncio.sleep(0.01)
+    await all_ready()
     assert child.dropped
     assert child.drafting is None
     assert root.children == []

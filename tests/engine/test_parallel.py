@@ -164,10 +164,14 @@ def test_ranks_that_start_again_do_not_meet_in_the_place_of_those_before() -> No
     store = HashStore()
     store.set_timeout(timedelta(seconds=10))
     with ThreadPoolExecutor() as threads:
-        for start in range(2):
-            # The other rank comes first, and the second time finds all that the first start has left.
-            other = threads.submit(parallel._meeting_place, store, 1, 2)
-            time.sleep(0.1 * start)
-            place = parallel._meeting_place(store, 0, 2)
-            place.set("mine", str(start))
-            assert other.result().get("mine") == str(start).encode()
+        first = threads.submit(parallel._meeting_place, store, 1, 2)
+        parallel._meeting_place(store, 0, 2).set("mine", "first")
+        assert first.result().get("mine") == b"first"
+        # Now the other rank comes first, and finds all that the first start has left.
+        answer_there = f"{store.get('place').decode()}/1"
+        left = store.get(answer_there)
+        second = threads.submit(parallel._meeting_place, store, 1, 2)
+        while store.get(answer_there) == left:
+            time.sleep(0.01)
+        parallel._meeting_place(store, 0, 2).set("mine", "second")
+        assert second.result().get("mine") == b"second"

@@ -13,6 +13,8 @@ import torch
 from splitspec.engine.feed import Feed
 from splitspec.engine.scheduler import Pass, Scheduler, Steps, Timer, run_alone
 from splitspec.errors import OverloadedError, UnavailableError
+from tests import waiting
+from tests.waiting import all_ready
 
 
 class Named:
@@ -73,8 +75,7 @@ def steps(model: Noting, name: str, count: int, positions: int = 1, rows: int = 
 
 
 async def until(model: Noting, num_passes: int) -> None:
-    while len(model.passes) < num_passes:  # noqa: ASYNC110  # another thread counts them
-        await asyncio.sleep(0.001)
+    await waiting.until(lambda: len(model.passes) >= num_passes)
 
 
 async def held_up(model: Noting, scheduler: Scheduler, *jobs: Steps[Any]) -> list[asyncio.Task[Any]]:
@@ -83,7 +84,7 @@ async def held_up(model: Noting, scheduler: Scheduler, *jobs: Steps[Any]) -> lis
     first = asyncio.create_task(scheduler.run(steps(model, "first", 1), Timer()))
     await until(model, 1)
     tasks = [asyncio.create_task(scheduler.run(job, Timer())) for job in jobs]
-    await asyncio.sleep(0.01)
+    await all_ready()
     model.gate.set()
     await first
     return tasks
@@ -100,7 +101,7 @@ async def test_a_job_joins_at_the_next_pass(model: Noting, scheduler: Scheduler)
     long = asyncio.create_task(scheduler.run(steps(model, "long", 3), Timer()))
     await until(model, 1)
     short = asyncio.create_task(scheduler.run(steps(model, "short", 1), Timer()))
-    await asyncio.sleep(0.01)
+    await all_ready()
     model.gate.set()
     assert await short == [2]
     assert await long == [1, 2, 3]

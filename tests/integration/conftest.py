@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
-import pytest
 import pytest_asyncio
 
 from protos.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from splitspec.cli.stack import Stack
+from tests.waiting import until
 
 #: Layers of the demo model that the cheap layer_skip of these tests leaves out.
 SKIPPED = "+".join(str(layer) for layer in range(4, 27))
@@ -39,7 +37,7 @@ async def stack(demo_model: Path) -> AsyncIterator[Stack]:
 
 
 PATIENT = [
-    *("--draft-patience", "1000", "--draft-timeout-s", "5", "--draft-retry-s", "0.2"),
+    *("--draft-patience", "1000", "--draft-timeout-s", "60", "--draft-retry-s", "0.2"),
     *("--overlap", "sequential", "--num-draft-tokens", "4"),
 ]
 
@@ -84,20 +82,10 @@ async def loads(stack: Stack) -> list[common_pb2.WorkerLoad]:
     return [await target_load(stack), await draft_load(stack)]
 
 
-async def settle(check: Callable[[], Awaitable[bool]], limit_s: float) -> float:
-    """Wait until the awaitable that `check` returns is true; the seconds it took. Fails at the limit."""
-    started = time.monotonic()
-    while not await check():
-        if time.monotonic() - started > limit_s:
-            pytest.fail(f"not settled within {limit_s} s")
-        await asyncio.sleep(0.02)
-    return time.monotonic() - started
-
-
 async def settle_empty(stack: Stack) -> None:
     """Until no worker holds a handle: the end of a stream reaches them beside the client's last event."""
 
     async def empty() -> bool:
         return all(load.handles == 0 for load in await loads(stack))
 
-    await settle(empty, limit_s=1.0)
+    await until(empty)

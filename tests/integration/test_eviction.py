@@ -17,8 +17,9 @@ from splitspec.client import AsyncClient, GenerateOptions, Result
 from splitspec.engine.paged import BLOCK_SIZE
 from splitspec.errors import OverloadedError
 from splitspec.tokens import TokenLog
-from tests.integration.conftest import draft_load, settle, settle_empty, target_load, tiny_stack
+from tests.integration.conftest import draft_load, settle_empty, target_load, tiny_stack
 from tests.integration.raw import Stream
+from tests.waiting import until
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session")]
 
@@ -97,7 +98,7 @@ async def test_without_room_a_request_waits_for_another_to_end(small: Stack) -> 
             async def both() -> bool:
                 return (await target_load(small)).live_sessions == 2
 
-            await settle(both, limit_s=10)
+            await until(both)
             assert not waiting.done()
         assert (await waiting).token_ids == expected.token_ids
     await settle_empty(small)

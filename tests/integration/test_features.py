@@ -23,10 +23,11 @@ from splitspec.features import FeatureFormat
 from splitspec.telemetry import names
 from splitspec.tokens import TokenLog
 from splitspec.types import Origin
-from tests.integration.conftest import PATIENT, settle
+from tests.integration.conftest import PATIENT
 from tests.integration.raw import Stream
 from tests.integration.recorder import Recorded, Recorder, serving
 from tests.integration.test_traces import trace_of
+from tests.waiting import until
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session")]
 
@@ -368,7 +369,7 @@ class TestRelay:
                 async with serving(plain.redis_url, first):
                     running = asked(client, "recorder", PROMPT, 1000)
                     await running.read()
-                    await settle(proposed, limit_s=60)
+                    await until(proposed)
                     await later.enter_async_context(serving(plain.redis_url, second))
                 result = await running.result()
         assert result.token_ids == text[40:]

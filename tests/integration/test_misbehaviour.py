@@ -11,8 +11,9 @@ from protos.v1 import coordinator_pb2_grpc, draft_pb2
 from splitspec.client import AsyncClient, GenerateOptions
 from splitspec.client.request import generate_request
 from splitspec.types import Origin
-from tests.integration.conftest import loads, settle, settle_empty, tiny_stack
+from tests.integration.conftest import loads, settle_empty, tiny_stack
 from tests.integration.proxy import Proxy
+from tests.waiting import until
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session")]
 
@@ -84,7 +85,7 @@ async def test_a_client_that_stops_reading_loses_its_request(tiny_model: Path) -
         async def left() -> bool:
             return all(load.handles == 0 for load in await loads(stack))
 
-        await settle(left, limit_s=30)
+        await until(left)
         resumed: GenerateOptions = {**options, "resume_offset": len(seen)}
         result = await client.generate(PROMPT, **resumed).result()
         # It was ended before its last token, and goes on behind what was committed until then.

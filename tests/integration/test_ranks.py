@@ -14,7 +14,8 @@ import pytest
 from protos.v1 import target_pb2
 from splitspec.cli.process import ServerProcess
 from splitspec.client import AsyncClient
-from tests.integration.conftest import settle, tiny_stack
+from tests.integration.conftest import tiny_stack
+from tests.waiting import until
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
@@ -64,7 +65,7 @@ async def test_two_ranks_say_what_one_process_says_and_a_lost_rank_is_replaced(
             async def replaced() -> bool:
                 return target.log_path.read_text().count("event='serving'") == 2
 
-            await settle(replaced, limit_s=150)
+            await until(replaced)
             assert not {first, second} & set(ranks_of(target))
             assert "error: a rank of this worker was lost" in target.log_path.read_text()
             assert await texts(client, speculate=True) == expected

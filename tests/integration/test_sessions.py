@@ -23,8 +23,9 @@ from splitspec.engine.feed import PIECE
 from splitspec.errors import InvalidRequestError, OverloadedError, SessionBusyError, UnavailableError
 from splitspec.registry import EmbeddedRedis
 from splitspec.types import Origin
-from tests.integration.conftest import PATIENT, loads, settle, target_load, tiny_stack
+from tests.integration.conftest import PATIENT, loads, target_load, tiny_stack
 from tests.integration.proxy import Proxy
+from tests.waiting import until
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
@@ -110,7 +111,7 @@ async def test_200_sessions_leave_nothing(tiny: Stack) -> None:
             (load.handles, load.live_sessions, load.kv_tokens) for load in before
         ] and all(a.kv_blocks_used <= b.kv_blocks_used for a, b in zip(after, before, strict=True))
 
-    await settle(left, limit_s=2)
+    await until(left)
 
 
 async def test_retried_request_says_the_same_again(tiny: Stack) -> None:
@@ -147,7 +148,7 @@ async def test_a_request_cut_off_goes_on_where_it_was(tiny: Stack) -> None:
         async def free() -> bool:  # the first call's ownership ends with its cancellation
             return all(load.live_sessions == 0 for load in await loads(tiny))
 
-        await settle(free, limit_s=2)
+        await until(free)
         result = await retried.result()
         assert result.tokens[0].origin in (Origin.REPEATED, Origin.ACCEPTED, Origin.PLAIN)
         assert ids + result.token_ids == expected
@@ -320,7 +321,7 @@ async def test_client_that_vanishes_frees_the_workers(tiny: Stack) -> None:
     async def freed() -> bool:
         return all(load.handles == 0 for load in await loads(tiny))
 
-    await settle(freed, limit_s=2)
+    await until(freed)
 
 
 async def test_stopping_coordinator_hands_requests_back(tiny_model: Path) -> None:
@@ -355,7 +356,7 @@ async def test_health_answers_while_a_long_prompt_is_fed(stack: Stack) -> None:
         async def feeding() -> bool:
             return (await target_load(stack)).kv_tokens > 0
 
-        await settle(feeding, limit_s=20)
+        await until(feeding)
         begun = (await target_load(stack)).kv_tokens
         for _ in range(num_answers):
             assert await health_status(stack.target.address, TARGET_SERVICE) == "SERVING"

@@ -15,7 +15,8 @@ from splitspec.cli.process import ServerProcess
 from splitspec.cli.stack import Stack
 from splitspec.client import AsyncClient, GenerateOptions, Mode
 from splitspec.errors import SessionBusyError
-from tests.integration.conftest import loads, settle, tiny_stack
+from tests.integration.conftest import loads, tiny_stack
+from tests.waiting import until
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(1200)]
 
@@ -75,7 +76,7 @@ async def close(client: AsyncClient, session_id: str) -> None:
             return False
         return True
 
-    await settle(closed, limit_s=10)
+    await until(closed)
 
 
 async def many(client: AsyncClient, seeds: range) -> None:
@@ -101,7 +102,7 @@ async def settle_unheld(stack: Stack) -> None:
             for load in await loads(stack)
         )
 
-    await settle(unheld, limit_s=5)
+    await until(unheld)
 
 
 def resident_mib(process: ServerProcess) -> float:

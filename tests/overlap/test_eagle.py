@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import functools
 import gc
@@ -21,6 +20,7 @@ from target_worker.servicer import TargetWorker
 from tests.draft_worker import eagles
 from tests.engine import tiny
 from tests.overlap.shuffled import Worlds
+from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
@@ -94,11 +94,7 @@ async def test_features_and_blocks(
         _, stats, wire = await worlds.run(
             PROMPT, LENGTH, mode, Rule.SHARED_NOISE, seed=7, order=1, drafter=drafter, draft_after=draft_after
         )
-        for _ in range(1000):
-            if pool.num_used == used:
-                break
-            await asyncio.sleep(0.001)
-        assert pool.num_used == used
+        await until(lambda: pool.num_used == used)
     finally:
         gc.enable()
     assert stats.ahead_rounds > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import gc
@@ -23,6 +22,7 @@ from splitspec.telemetry import Telemetry
 from splitspec.types import Mode, Rule
 from target_worker.servicer import TargetWorker
 from tests.overlap.shuffled import K, Worlds
+from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
@@ -152,10 +152,6 @@ async def test_what_a_session_held_goes_with_its_stream(worlds: Worlds, mode: Mo
     try:
         for order in ORDERS:
             await worlds.run(PROMPT, LENGTH, mode=mode, rule=Rule.TOKEN, seed=7, drafter="fair", order=order)
-        for _ in range(50):  # the model's thread lets go of them last
-            if held() == before:
-                break
-            await asyncio.sleep(0.1)
-        assert held() == before
+        await until(lambda: held() == before)  # the model's thread lets go of them last
     finally:
         gc.enable()
