@@ -108,16 +108,44 @@ def test_writing_into_a_shared_block_copies_it(model: CausalLM, holders: int) ->
     assert model.pool.num_free + model.pool.num_cached == model.pool.num_blocks
 
 
-def test_a_rewound_text_is_hashed_anew(model: CausalLM) -> None:
+@pytest.mark.parametrize("cut", [0, 1, SIZE - 1, SIZE, SIZE + 1, 2 * SIZE - 1])
+def test_a_rewound_text_is_hashed_anew(model: CausalLM, cut: int) -> None:
+    """Also one that is cut in the midst of a block, which is another block then."""
     prompt, other = tiny.text(2 * SIZE), tiny.text(2 * SIZE, seed=1)
+    changed = prompt[:cut] + other[cut:]
+    expected = clean_rows(model, [*changed, 7])[-1:], clean_rows(model, [*prompt, 7])[-1:]
     kv = model.new_kv("a")
     model.forward(kv, prompt, 0)
     kv.finalise(2 * SIZE)
-    kv.truncate(SIZE)
-    model.forward(kv, other[SIZE:], 0)
+    kv.truncate(cut)
+    model.forward(kv, other[cut:], 0)
     kv.finalise(2 * SIZE)
-    assert model.new_kv("a", prompt[:SIZE] + other[SIZE:]).table == kv.table
-    assert model.new_kv("a", prompt).length == 2 * SIZE
+    as_changed, as_before = model.new_kv("a", changed), model.new_kv("a", prompt)
+    assert as_changed.table == kv.table
+    assert as_before.length == 2 * SIZE
+    assert as_before.table[cut // SIZE :] != kv.table[cut // SIZE :]
+    for found, rows in zip((as_changed, as_before), expected, strict=True):
+        assert torch.equal(model.forward(found, [7], 1), rows)
+
+
+@pytest.mark.parametrize("length", [SIZE - 1, SIZE, SIZE + 3])
+def test_forks_write_into_blocks_of_their_own(model: CausalLM, length: int) -> None:
+    """Whichever of them goes on first, also with a tree of which a path is kept."""
+    prompt, ends = tiny.text(length), [tiny.text(5, seed) for seed in (1, 2, 3)]
+    expected = [clean_rows(model, prompt + end)[-5:] for end in ends]
+    first = model.new_kv()
+    model.forward(first, prompt, 0)
+    second, third = first.fork(), first.fork()
+    rows = [model.forward(kv, end[:2], 2) for kv, end in zip((second, first), ends, strict=False)]
+    tree = model.forward_batch([Feed(third, [ends[2][0], 9, ends[2][1]], 3, parents=[0, 0])])[0]
+    third.keep_path(length, [1])
+    rows.append(tree[[0, 2]])
+    for kv, end, before, clean in zip((second, first, third), ends, rows, expected, strict=True):
+        after = model.forward(kv, end[2:], 3)
+        torch.testing.assert_close(torch.cat([before, after]), clean, atol=2e-4, rtol=1e-4)
+    whole = length // SIZE
+    assert first.table[:whole] == second.table[:whole] == third.table[:whole]
+    assert len({kv.table[-1] for kv in (first, second, third)}) == 3
 
 
 def test_the_least_recently_used_is_evicted_last_blocks_first(directory: Path) -> None:
