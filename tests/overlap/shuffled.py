@@ -24,13 +24,16 @@ from coordinator.session import Session
 from coordinator.stats import Stats
 from coordinator.stopping import Stopper
 from coordinator.workers import DraftHost, TargetHost
+from draft_worker.drawing import DraftCounterNoise
 from draft_worker.servicer import DraftWorker
 from protos.v1.target_pb2 import TargetSessionResponse
 from splitspec.config import CoordinatorSettings
+from splitspec.engine.scheduler import run_alone
 from splitspec.serving import EOF
 from splitspec.telemetry import Telemetry
 from splitspec.tokens import TokenLog
 from splitspec.types import Drawing, Mode, Output, Rule, Sampling, Stop
+from splitspec.wire import Draft, seal_key
 from target_worker.servicer import TargetWorker
 
 K = 3
@@ -107,6 +110,16 @@ class Worlds:
         self._target = target
         self._draft = draft
         self._count = 0
+
+    def key(self, drawing: Drawing, prefix_hash: int) -> bytes:
+        """What the distributions of a proposal on such a text are sealed with."""
+        return seal_key(drawing, self._target.model.info.vocabulary_hash, prefix_hash)
+
+    def fresh(self, drafter: str, drawing: Drawing, text: list[int], round_number: int, k: int) -> Draft:
+        """What a drafter proposes on a text, by the noise of a round."""
+        found, noise = self._draft.drafters[drafter], DraftCounterNoise(drawing.seed, round_number)
+        draft: Draft = run_alone(found.propose(found.open(), text, k, drawing, noise))
+        return draft
 
     async def run(
         self,

@@ -19,7 +19,9 @@ from draft_worker.servicer import DraftWorker
 from protos.v1 import draft_pb2, target_pb2
 from splitspec.engine.simulated import SimulatedConfig, SimulatedLM
 from splitspec.telemetry import Telemetry
-from splitspec.types import Mode, Rule
+from splitspec.tokens import TokenLog
+from splitspec.types import Drawing, Mode, Output, Rule, Sampling
+from splitspec.wire import Draft
 from target_worker.servicer import TargetWorker
 from tests.overlap.shuffled import K, Worlds
 from tests.waiting import until
@@ -87,6 +89,29 @@ async def test_text_is_the_same_in_every_order(worlds: Worlds, rule: Rule, mode:
         ahead += stats.ahead_rounds
     assert len(texts) == 1
     assert ahead > 0
+
+
+@pytest.mark.parametrize("mode", [Mode.SEQUENTIAL, *AHEAD])
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK, Rule.SHARED_NOISE])
+async def test_what_is_verified_is_the_fresh_proposal_of_its_round(
+    worlds: Worlds, rule: Rule, mode: Mode
+) -> None:
+    """Drafted ahead or not: on the text that it names, with the noise of its own round."""
+    tokens, _, wire = await worlds.run(PROMPT, LENGTH, mode, rule, seed=7, order=None, drafter="fair")
+    text, drawing = PROMPT + tokens, Drawing(Sampling(seed=7), rule, Output(len(PROMPT)))
+    verdicts = [m.verdict for m in wire.seen if isinstance(m, target_pb2.TargetSessionResponse)]
+    rounds = {verdict.stamp.round for verdict in verdicts if verdict.num_draft_tokens}
+    sent = [m.verify.proposal for m in wire.seen if isinstance(m, target_pb2.TargetSessionRequest)]
+    verified = []
+    for proposal in sent:
+        stamp, base = proposal.stamp, text[: proposal.stamp.base_length]
+        if stamp.round not in rounds or stamp.prefix_hash != TokenLog(base).prefix_hash():
+            continue  # one of the branches that didn't come true
+        draft, _, _ = Draft.decode(proposal.body, worlds.key(drawing, stamp.prefix_hash), 32)
+        assert draft == worlds.fresh("fair", drawing, base, stamp.round, proposal.num_draft_tokens)
+        assert (None in draft.distributions) is (rule is Rule.SHARED_NOISE)
+        verified.append(stamp.round)
+    assert len(verified) == len(set(verified)) >= len(rounds) - 2
 
 
 class Wavering(Controller):
