@@ -2,6 +2,7 @@
 
 from coordinator.text.codec import TextCodec
 from coordinator.text.detokenizer import Detokenizer
-from coordinator.text.template import ChatMessage, ChatTemplate
+from coordinator.text.template import ChatMessage, ChatTemplate, Message
+from coordinator.text.turns import Conversation, Prompt
 
-__all__ = ["ChatMessage", "ChatTemplate", "Detokenizer", "TextCodec"]
+__all__ = ["ChatMessage", "ChatTemplate", "Conversation", "Detokenizer", "Message", "Prompt", "TextCodec"]

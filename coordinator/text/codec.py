@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from coordinator.text.continuing import continuing
 from coordinator.text.detokenizer import Detokenizer
 from coordinator.text.template import ChatMessage, ChatTemplate
+from coordinator.text.turns import Conversation, Prompt, Turns
 from splitspec.errors import InvalidRequestError
 from splitspec.special_tokens import SpecialTokens
 from splitspec.vocabulary import Vocabulary
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-_KNOWN_ANSWER = "this is the answer"
-
-
-@dataclass(frozen=True)
-class _Turn:
-    role: str
-    content: str
 
 
 class TextCodec:
@@ -34,6 +27,7 @@ class TextCodec:
         self.vocabulary = vocabulary
         self._template = template
         self._tokenizer = vocabulary.tokenizer
+        self._turns = Turns(self, self._render)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = {token.content: index for index, token in added.items() if token.special}
         self._without_text = frozenset(self._special_ids.values())
@@ -62,32 +56,42 @@ class TextCodec:
 
         Raises InvalidRequestError when the model has no chat template or its template refuses the messages.
         """
+        return self.encoding(self._render(messages)).ids
+
+    def encode_turn(self, messages: Sequence[ChatMessage], before: Sequence[int]) -> list[int]:
+        """The ids that continue a text with an assistant's answer at its end, behind its ids `before`.
+
+        What the template puts between an answer and the next message is taken from a conversation with a
+        known answer. The answer's end is left out when `before` already ends with it.
+        Raises InvalidRequestError as `encode_chat`, and when the template doesn't keep answers.
+        """
+        end = before[-1] if before and before[-1] in self._without_text else None
+        return self._turns.after_text(messages, end)
+
+    def next_turn(
+        self,
+        messages: Sequence[ChatMessage],
+        before: Sequence[int],
+        conversation: Conversation,
+        ends: frozenset[int],
+    ) -> Prompt:
+        """The next turn of a conversation that the session's ids `before` hold. ends: ids that end an answer.
+
+        Raises InvalidRequestError as `encode_chat`.
+        """
+        return self._turns.after(conversation, messages, before, ends | self._without_text)
+
+    def encoding(self, text: str) -> Encoding:
+        """Text with its special tokens written out, as ids that know their place in it."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _render(self, messages: Sequence[ChatMessage]) -> str:
         if self._template is None:
             roles = [message.role for message in messages]
             raise InvalidRequestError.of(
                 "chat.messages", roles, "a prompt as text or token_ids: the model has no chat template"
             )
-        return self._tokenizer.encode(self._template.render(messages), add_special_tokens=False).ids
-
-    def encode_turn(self, messages: Sequence[ChatMessage], before: Sequence[int]) -> list[int]:
-        """The ids that continue a conversation, behind the session's ids `before`.
-
-        What the template puts between an assistant's answer and the next message is taken from a
-        conversation with a known answer. The answer's end is left out when `before` already ends with it.
-        Raises InvalidRequestError as `encode_chat`, and when the template changes earlier messages.
-        """
-        if self._template is None:
-            return self.encode_chat(messages)
-        known = [_Turn("user", "question"), _Turn("assistant", _KNOWN_ANSWER)]
-        earlier = self._template.render(known, add_generation_prompt=False)
-        whole = self._template.render([*known, *messages])
-        end = earlier.rfind(_KNOWN_ANSWER) + len(_KNOWN_ANSWER)
-        if end < len(_KNOWN_ANSWER) or whole[:end] != earlier[:end]:
-            raise InvalidRequestError.of(
-                "chat.messages", "a turn", "a new session: the model's chat template can't be continued"
-            )
-        ids: list[int] = self._tokenizer.encode(whole[end:], add_special_tokens=False).ids
-        return ids[1:] if ids[:1] == list(before[-1:]) else ids
+        return self._template.render(messages)
 
     def special_stops(self, stop_strings: Sequence[str]) -> dict[int, str]:
         """Those that are special tokens, by id: they have no text that could match.
@@ -104,6 +108,10 @@ class TextCodec:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids. Special tokens, and ids that have no token, are left out."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def special_text(self, token_id: int) -> str:
+        """The text of one id, of a special token too."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
         """What reads the ids behind a prompt."""

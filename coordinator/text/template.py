@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +33,18 @@ class ChatMessage(Protocol):
 
     @property
     def content(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message of one's own."""
+
+    role: str
+    content: str
+
+    @classmethod
+    def of(cls, message: ChatMessage) -> Message:
+        return cls(message.role, message.content)
 
 
 class ChatTemplate:
@@ -86,8 +99,8 @@ class ChatTemplate:
             )
         return template
 
-    def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
-        """The conversation as text, with the beginning of the assistant's answer unless told otherwise.
+    def render(self, messages: Sequence[ChatMessage]) -> str:
+        """The conversation as text, with the beginning of the assistant's answer.
 
         Raises InvalidRequestError when the template refuses the messages, ConfigError when it can't do
         without a special token that the model's files don't define.
@@ -101,7 +114,7 @@ class ChatTemplate:
                 messages=[{"role": message.role, "content": message.content} for message in messages],
                 tools=None,
                 documents=None,
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=True,
             )
         except _TokenError as error:
             raise ConfigError(str(error), field="chat") from error
