@@ -67,26 +67,25 @@ class Generation:
                     self.owner.own(request.tenant, request.session_id, request.keep_record_s, span)
                 )
                 note = await self._begin(owned)
-                await owned.save_note()
             await self._generate(owned, note, links)
 
     async def _begin(self, owned: Ownership) -> Note:
         """The request's note, new or that of an earlier attempt; the session ends with the prompt then, and
         with what that attempt has committed."""
         request, session = self.request, owned.session
-        note = Note.decode(owned.record.request)
-        if note is None or not note.of_same_request(request.request_id, request.digest):
-            note = await self._new_note(owned)
+        last = Note.decode(owned.record.request)
+        if last is not None and last.prompt_end > len(session.tokens):
+            last = None  # its tokens aren't there
+        if last is None or not last.of_same_request(request.request_id, request.digest):
+            note = await self._new_note(owned, last)
+        else:
+            note = last
         session.drawing = self._drawing(note)
-        if len(session.tokens) < note.prompt_end:
-            prompt = await self._prompt(session.tokens[: note.start])
-            session.tokens.extend(prompt[len(session.tokens) - note.start :])
         committed = len(session.tokens) - note.prompt_end
         if request.resume_offset > committed:
             raise InvalidRequestError.of(
                 "resume_offset", request.resume_offset, f"at most {committed}, the tokens that were committed"
             )
-        owned.note = note.encode()
         return note
 
     def _drawing(self, note: Note) -> Drawing:
@@ -100,29 +99,30 @@ class Generation:
         drawing.check_vocabulary(self.codec.vocabulary.size)
         return drawing
 
-    async def _new_note(self, owned: Ownership) -> Note:
-        request, start = self.request, len(owned.session.tokens)
+    async def _new_note(self, owned: Ownership, last: Note | None) -> Note:
+        """Put the prompt into the session. last: the note of the session's last request."""
+        request, before = self.request, list(owned.session.tokens)
         assert request.sampling.seed is not None
-        prompt = await self._prompt(owned.session.tokens[:start])
+        # Beside the loop: a text of the largest message takes seconds to tokenize.
+        prompt = await asyncio.to_thread(request.prompt, self.codec, before, last)
         model = (await self.workers.targets())[0].description.model
         request.check_embedded(prompt, model.vocabulary_size)
-        room = model.max_context - start - len(prompt)
+        length = prompt.start + len(prompt.token_ids)
+        room = model.max_context - length
         if room < 1:
             expected = f"at most {model.max_context - 1}, as the context is {model.max_context}"
-            raise InvalidRequestError.of("prompt", f"{start + len(prompt)} tokens", expected)
+            raise InvalidRequestError.of("prompt", f"{length} tokens", expected)
+        owned.put(prompt.start, prompt.token_ids)
         return Note(
             request.request_id,
             request.digest,
             request.sampling.seed,
-            start,
-            len(prompt),
+            prompt.start,
+            len(prompt.token_ids),
             room,
             tuple(model.eos_token_ids),
+            messages=prompt.messages,
         )
-
-    async def _prompt(self, before: list[int]) -> list[int]:
-        # Beside the loop: a text of the largest message takes seconds to tokenize.
-        return await asyncio.to_thread(self.request.prompt, self.codec, before)
 
     async def _generate(self, owned: Ownership, note: Note, links: contextlib.AsyncExitStack) -> None:
         """Say again what an earlier attempt has said, and go on behind it."""
@@ -164,6 +164,8 @@ class Generation:
             drafting.features = features
         target, opened = await self._open_target(owned, links, features, held=owned.record.target)
         self.stats.count_prompt(note.prompt_end, opened.cached_length)
+        if last is None:
+            owned.begin(note.start, note.encode())
         with self.stats.span.child(names.JOURNAL):
             await owned.journal.acknowledged(len(owned.session.tokens))
         await self._send_started(owned, note, opened.cached_length)
@@ -234,7 +236,7 @@ class Generation:
             host.check_mode(drafter, self.request.named_mode)
             same = held is not None and (held.worker_id, held.drafter) == (host.worker_id, drafter)
             handle = held.handle if held is not None and same else ""
-            known = len(owned.record.token_ids)
+            known = owned.kept
             return DraftLink(
                 host, drafter, owned.session, self.stats, handle, known, self._keep_kv_ms, self._left_s
             )
@@ -286,7 +288,7 @@ class Generation:
                 if features is not None:
                     host.check_features(features)
                 handle = held.handle if held and held.worker_id == host.worker_id else ""
-                opened = await target.open(handle, len(owned.record.token_ids), self._keep_kv_ms)
+                opened = await target.open(handle, owned.kept, self._keep_kv_ms)
             except (UnavailableError, OverloadedError, HandshakeError) as error:
                 log.warning("target worker unavailable", worker=host.worker_id, error=str(error))
                 failure = error

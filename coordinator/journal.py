@@ -37,6 +37,8 @@ class Journal:
         self._length = self._asked = len(session.tokens)
         self._away = False
         self._refusal: SplitspecError | None = None
+        #: Of a request that begins with the next append.
+        self._request: bytes | None = None
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
         #: Called when Redis had lost the session, and with it all but the tokens.
@@ -50,6 +52,14 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._writing.cancel()
+
+    def begin(self, kept: int, request: bytes) -> None:
+        """A request begins: its tokens follow the first `kept`, in the place of what the journal has there.
+
+        request: stored together with the first of them.
+        """
+        self._length = self._asked = kept
+        self._request = request
 
     async def stop(self) -> None:
         """Append nothing more; returns when nothing is under way."""
@@ -106,7 +116,10 @@ class Journal:
         tokens = session.tokens[start:]
         key = (session.tenant, session.session_id, session.epoch)
         try:
-            await self._registry.append(*key, start, tokens, session.round)
+            if self._request is None:
+                await self._registry.append(*key, start, tokens, session.round)
+            else:
+                await self._registry.begin(*key, start, tokens, session.round, self._request)
         except (NotFoundError, OutOfSyncError) as error:
             log.warning("journal written again", session=session.session_id, error=str(error))
             await self._restore()
@@ -118,7 +131,7 @@ class Journal:
         except SplitspecError as error:
             self._refusal = error
         else:
-            self._length, self._away = start + len(tokens), False
+            self._length, self._away, self._request = start + len(tokens), False, None
 
     async def _restore(self) -> None:
         session = self._session
@@ -136,4 +149,4 @@ class Journal:
         except SplitspecError as error:
             self._refusal = error
         else:
-            self._length, self._away = len(tokens), False
+            self._length, self._away, self._request = len(tokens), False, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -30,8 +30,9 @@ _LEAVE_LIMIT_S = 0.5
 class Ownership:
     """One epoch of a session. `record`: the session as it was found. `keep_s`: how long it stays afterwards.
 
-    target, draft: who will hold its KV afterwards. note: the last request's, for a retry (coordinator.retry).
-    All three are as the session was found, until the request replaces them.
+    target, draft: who will hold its KV afterwards. note: the last request's (coordinator.retry).
+    All three are as the session was found, until the request replaces them. kept: how many of the tokens
+    that it was found with it still begins with.
     """
 
     session: Session
@@ -42,6 +43,18 @@ class Ownership:
     target: WorkerHandle | None
     draft: WorkerHandle | None
     note: bytes
+    kept: int
+
+    def put(self, kept: int, token_ids: Sequence[int]) -> None:
+        """Let the session go on with other tokens behind the first `kept`. Workers and journal follow."""
+        self.session.tokens.truncate(kept)
+        self.session.tokens.extend(token_ids)
+        self.kept = kept
+
+    def begin(self, start: int, note: bytes) -> None:
+        """A request begins behind the first `start` tokens: the journal takes its note with its tokens."""
+        self.note = note
+        self.journal.begin(start, note if self.keep_s else b"")
 
     async def save_note(self) -> None:
         """Store the request's note, so that a retry finds it. Raises UnavailableError, StaleError."""
@@ -125,7 +138,7 @@ class Owner:
             journal = await stack.enter_async_context(Journal(self._registry, session, owner, self._lease_s))
             renewing = asyncio.create_task(self._renew(session))
             stack.callback(renewing.cancel)
-            found = (record.target, record.draft, record.request)
+            found = (record.target, record.draft, record.request, len(record.token_ids))
             owned = Ownership(session, record, journal, self._registry, keep_s, *found)
             journal.on_restored = owned.save_note
             return owned, stack.pop_all()

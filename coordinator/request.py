@@ -6,8 +6,8 @@ import secrets
 import uuid
 from dataclasses import dataclass, replace
 
-from coordinator.retry import digest_of
-from coordinator.text import TextCodec
+from coordinator.retry import Note, digest_of
+from coordinator.text import Message, Prompt, TextCodec
 from protos.v1 import coordinator_pb2
 from splitspec.config import CoordinatorSettings
 from splitspec.errors import InvalidRequestError
@@ -50,23 +50,31 @@ class Request:
     token_ids: tuple[int, ...]
     messages: tuple[coordinator_pb2.ChatMessage, ...]
 
-    def prompt(self, codec: TextCodec, before: list[int]) -> list[int]:
-        """The prompt's ids behind the session's tokens `before`, which text and chat messages continue.
+    def prompt(self, codec: TextCodec, before: list[int], last: Note | None) -> Prompt:
+        """What it puts behind the session's tokens `before`, of which it may keep fewer than all.
 
-        Raises InvalidRequestError for a prompt without tokens, and for messages that the model's chat
-        template refuses.
+        last: the note of the session's last request. Raises InvalidRequestError for a prompt without tokens
+        and for messages that the model's chat template refuses, ConfigError when that can't be used.
         """
+        length = len(before)
         if self.prompt_kind == "token_ids":
-            return list(self.token_ids)
-        if self.prompt_kind == "chat":
-            ids = codec.encode_turn(self.messages, before) if before else codec.encode_chat(self.messages)
+            return Prompt(length, list(self.token_ids))
+        if self.prompt_kind == "text":
+            prompt = Prompt(length, codec.encode_more(self.text) if before else codec.encode(self.text))
+        elif not before:
+            said = tuple(map(Message.of, self.messages))
+            prompt = Prompt(0, codec.encode_chat(said), said)
+        elif last is not None and last.conversation is not None:
+            ends = frozenset(last.eos_token_ids)
+            prompt = codec.next_turn(self.messages, before, last.conversation, ends)
         else:
-            ids = codec.encode_more(self.text) if before else codec.encode(self.text)
-        return _at_least_one(self.prompt_kind, ids)
+            prompt = Prompt(length, codec.encode_turn(self.messages, before))
+        _at_least_one(self.prompt_kind, prompt.token_ids)
+        return prompt
 
-    def check_embedded(self, prompt: list[int], size: int) -> None:
+    def check_embedded(self, prompt: Prompt, size: int) -> None:
         """Raise InvalidRequestError for an id without an embedding: the model has `size` of them."""
-        wrong = next((token for token in prompt if token >= size), None)
+        wrong = next((token for token in prompt.token_ids if token >= size), None)
         if wrong is not None:
             expected = f"ids below {size}: the tokenizer's table is longer than the model's embeddings"
             named = self.prompt_kind if self.prompt_kind == "token_ids" else f"{self.prompt_kind} (as ids)"

@@ -1,4 +1,4 @@
-"""What a session's record notes of its last request, so that a retried one goes on where it was."""
+"""What a session's record notes of its last request, for a retry and for the conversation's next turn."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
+from coordinator.text import Conversation, Message
 from protos.v1 import coordinator_pb2
 from splitspec.errors import InvalidRequestError
 
@@ -16,6 +17,7 @@ class Note:
     """One request on a session.
 
     digest: of the request's content. seed: of its randomness. start: committed tokens before its prompt.
+    messages: the session's conversation up to this request's answer; None when its text isn't one.
     num_prompt: tokens of the prompt. room: tokens that the target's context leaves behind them.
     eos_token_ids: the target's. finished: the last message once the request has ended, else empty.
     """
@@ -28,10 +30,16 @@ class Note:
     room: int
     eos_token_ids: tuple[int, ...]
     finished: str = ""
+    messages: tuple[Message, ...] | None = None
 
     @classmethod
     def decode(cls, stored: bytes) -> Note | None:
-        return cls(**json.loads(stored)) if stored else None
+        if not stored:
+            return None
+        fields = json.loads(stored)
+        messages = fields.pop("messages", None)
+        said = None if messages is None else tuple(Message(**message) for message in messages)
+        return cls(**fields, messages=said)
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -48,6 +56,11 @@ class Note:
     def prompt_end(self) -> int:
         """Committed tokens before the request's output."""
         return self.start + self.num_prompt
+
+    @property
+    def conversation(self) -> Conversation | None:
+        """What the session has said, with this request's answer as the last."""
+        return None if self.messages is None else Conversation(self.messages, self.prompt_end)
 
     @property
     def last_message(self) -> coordinator_pb2.Finished | None:

@@ -78,6 +78,29 @@ class Registry:
                 f"appended at {offset}: expected an append where it ends"
             )
 
+    async def begin(
+        self,
+        tenant: str,
+        session_id: str,
+        epoch: int,
+        kept: int,
+        token_ids: Sequence[int],
+        round_number: int,
+        request: bytes,
+    ) -> None:
+        """Put a request's prompt behind the journal's first `kept` tokens, and renew the lease.
+
+        What was behind them is given up: the request goes on from another text. request: stored with it, as
+        by save_request; empty for nothing. Once under an epoch: a repeated call changes nothing.
+        round_number: as for append. Raises OutOfSyncError when the journal is shorter.
+        """
+        args = (kept, _to_bytes(token_ids), round_number, request)
+        outcome, *detail = await self._fenced("begin", tenant, session_id, epoch, *args)
+        if outcome == b"out_of_sync":
+            raise OutOfSyncError(
+                f"the journal of session {session_id!r} holds {detail[0]} tokens, expected at least {kept}"
+            )
+
     async def renew(self, tenant: str, session_id: str, epoch: int) -> None:
         """Renew the owner's lease."""
         await self._fenced("renew", tenant, session_id, epoch)
@@ -126,7 +149,7 @@ class Registry:
     async def save_request(self, tenant: str, session_id: str, epoch: int, request: bytes) -> None:
         """Store the session's last request until the next one is, and renew the lease.
 
-        request: opaque, what its owner needs to know it again; a few kB at most.
+        request: opaque, what its owner needs to know it again, and the conversation so far.
         """
         await self._fenced("save_request", tenant, session_id, epoch, request)
 

@@ -68,6 +68,40 @@ async def test_tokens_that_nobody_waited_for_are_not_left(registry: Registry) ->
         assert second.record.token_ids == (1, 2)
 
 
+async def test_a_request_that_goes_on_from_another_text(registry: Registry) -> None:
+    """Nothing is given up before the request begins; then its note and its tokens are there together."""
+    async with own(registry) as first:
+        first.session.tokens.extend([1, 2, 3, 4])
+        first.begin(0, b"first")
+        assert await first.journal.acknowledged(4)
+    async with own(registry) as refused:
+        refused.put(2, [7])  # and no worker takes it
+    async with own(registry) as second:
+        assert second.record.token_ids == (1, 2, 3, 4)
+        second.put(2, [7])
+        assert (list(second.session.tokens), second.kept) == ([1, 2, 7], 2)
+        second.begin(2, b"second")
+        assert await second.journal.acknowledged(3)
+        second.session.tokens.extend([8])
+        assert await second.journal.acknowledged(4)
+    async with own(registry) as third:
+        assert (third.record.token_ids, third.record.request) == ((1, 2, 7, 8), b"second")
+
+
+async def test_a_request_begins_on_a_redis_that_lost_the_session(registry: Registry, redis_url: str) -> None:
+    with Redis.from_url(redis_url) as client:
+        async with own(registry) as first:
+            first.session.tokens.extend([1, 2, 3])
+            assert await first.journal.acknowledged(3)
+        async with own(registry) as second:
+            second.put(2, [7])
+            client.flushall()
+            second.begin(2, b"second")
+            assert await second.journal.acknowledged(3)
+        async with own(registry) as third:
+            assert (third.record.token_ids, third.record.request) == ((1, 2, 7), b"second")
+
+
 class SlowAppends(Registry):
     """A connection on which an append takes longer than a chunk waits for it: until it is told to go on."""
 

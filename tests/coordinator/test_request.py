@@ -97,7 +97,8 @@ def test_an_id_without_an_embedding_is_refused_under_the_name_of_the_prompt(
     codec: TextCodec, prompt: dict[str, Any], named: str
 ) -> None:
     asked = Request.from_proto(coordinator_pb2.GenerateRequest(**prompt), SETTINGS, codec)
-    ids = asked.prompt(codec, [])
-    asked.check_embedded(ids, max(ids) + 1)
-    with pytest.raises(InvalidRequestError, match=rf"{named} the id {max(ids)}, expected ids below"):
-        asked.check_embedded(ids, max(ids))
+    ids = asked.prompt(codec, [], None)
+    largest = max(ids.token_ids)
+    asked.check_embedded(ids, largest + 1)
+    with pytest.raises(InvalidRequestError, match=rf"{named} the id {largest}, expected ids below"):
+        asked.check_embedded(ids, largest)

@@ -169,9 +169,7 @@ class Talk:
         names = {"bos_token": "<s>", "eos_token": "</s>"}
         self.codec = TextCodec(Vocabulary.of(tokenizer), ChatTemplate(shape.template, names))
         library: Any = PreTrainedTokenizerFast
-        self.library = library(
-            tokenizer_object=tokenizer, chat_template=shape.template, **names
-        )
+        self.library = library(tokenizer_object=tokenizer, chat_template=shape.template, **names)
         self.end = token_id(tokenizer, shape.end)
         self.messages: tuple[Message, ...] = ()
         self.ids: list[int] = []

@@ -12,7 +12,7 @@ LEASE_MS = 60_000
 TARGET = WorkerHandle("target-1", "kv-1")
 DRAFT = WorkerHandle("draft-1", "kv-2", drafter="model")
 REQUEST = bytes(range(256))
-CALLS = ["append", "renew", "restore", "save", "save_request"]
+CALLS = ["append", "begin", "renew", "restore", "save", "save_request"]
 
 
 async def open_session(registry: Registry, owner: str = "a", lease_ms: int = LEASE_MS) -> SessionRecord:
@@ -25,6 +25,8 @@ async def call_as_owner(registry: Registry, call: str, epoch: int) -> None:
     match call:
         case "append":
             await registry.append(*session, 0, [1])
+        case "begin":
+            await registry.begin(*session, 0, [1], 1, REQUEST)
         case "renew":
             await registry.renew(*session)
         case "restore":

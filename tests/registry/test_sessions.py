@@ -43,6 +43,24 @@ async def test_a_request_is_kept_until_the_next_one(registry: Registry) -> None:
     assert (await open_session(registry)).request == b"second"
 
 
+async def test_a_request_begins_in_the_place_of_what_it_doesn_t_keep(registry: Registry) -> None:
+    first = await open_session(registry)
+    await registry.begin("t", "s", first.epoch, 0, [1, 2, 3], 1, b"first")
+    await registry.append("t", "s", first.epoch, 3, [4, 5], 2)
+    second = await open_session(registry)
+    assert (second.token_ids, second.request) == ((1, 2, 3, 4, 5), b"first")
+    for _ in range(2):  # a repeated call takes nothing of what came since
+        await registry.begin("t", "s", second.epoch, 2, [7], 3, b"second")
+        await registry.append("t", "s", second.epoch, 3, [8, 9], 4)
+    third = await open_session(registry)
+    assert (third.token_ids, third.request, third.round_number) == ((1, 2, 7, 8, 9), b"second", 4)
+    await registry.begin("t", "s", third.epoch, 0, [6], 5, b"")
+    fourth = await open_session(registry)
+    assert (fourth.token_ids, fourth.request) == ((6,), b"second")
+    with pytest.raises(OutOfSyncError, match="holds 1 tokens, expected at least 2"):
+        await registry.begin("t", "s", fourth.epoch, 2, [7], 6, b"")
+
+
 async def test_handles_can_be_unset(registry: Registry) -> None:
     epoch = (await open_session(registry)).epoch
     await registry.save("t", "s", epoch, target=TARGET, draft=DRAFT, revision=1, round_number=1)
