@@ -82,13 +82,15 @@ class Rounds:
         self._misses = 0
         self._pause = 0
         self._drafted_by: DraftLink | None = None
-        # Whether the last round had verdicts prepared for, and when its verdict came.
+        # Whether the last round had verdicts prepared for.
         self._prepared = False
-        self._last = time.perf_counter()
+        # When this one began. What the draft worker took to open the session is left out.
+        self._began = 0.0
 
     async def run(self) -> AsyncGenerator[Block, None]:
         """Yield each round's block until the output ends."""
         while True:
+            self._began = time.perf_counter()
             with self.stats.round() as span:
                 choice = self._choose()
                 span.set(choice.attributes())
@@ -104,8 +106,9 @@ class Rounds:
         """Mode and proposal length, fixed before anything is drawn."""
         link = self.drafting.link if self.drafting is not None else None
         if link is not self._drafted_by and link is not None:
-            self.control.use_draft(link.worker_id, link.drafter)
+            self.control.use_draft(link.worker_id, link.identity)
             self._drafted_by = link
+            self._misses = self._pause = 0
         # A proposal of K tokens commits up to K + 1.
         return self.control.choose(0 if self.drafting is None else max(0, self.stopper.remaining - 1))
 
@@ -127,18 +130,25 @@ class Rounds:
         return Proposed()
 
     async def _ask(self, link: DraftLink, choice: Choice) -> Proposed:
-        """A proposal of the draft worker's, waited for within the patience."""
+        """A proposal of the draft worker's, waited for within the patience.
+
+        A worker that is lost, or still opens the session, isn't one that drafts too slowly.
+        """
         link.relay = self._relay
-        started, k, prepared = time.perf_counter(), choice.num_draft_tokens, self._prepared
+        asked, k, prepared = time.perf_counter(), choice.num_draft_tokens, self._prepared
         proposal = await link.propose(k, self._num_accepted, self._patience_s(k), *self._ahead(link, choice))
         if proposal is None:
+            self.stats.miss()
+            if link.gone:
+                return Proposed()
             self._misses += 1
             self._pause = min(2**self._misses, _LONGEST_PAUSE)
-            self.stats.miss()
-            return Proposed(k)
+            return Proposed(k if link.is_open else 0)
         self._misses = 0
+        waited_s = link.waited_s
+        self._began += time.perf_counter() - asked - waited_s
         # One that had been drafted already says nothing about the worker and the way to it.
-        wait_s = None if proposal.parent_round else time.perf_counter() - started
+        wait_s = None if proposal.parent_round else waited_s
         answer = Answer.of(proposal.timings, wait_s)
         # One that was prepared is as long as was asked for then.
         num_asked = proposal.num_draft_tokens if proposal.parent_round else k
@@ -195,20 +205,18 @@ class Rounds:
         return choice.num_ahead
 
     def _learn(self, proposed: Proposed, verdict: common_pb2.Verdict, answer: Answer) -> None:
-        now = time.perf_counter()
         self.control.observe(
             RoundSeen(
                 num_asked=proposed.num_asked,
                 num_draft_tokens=verdict.num_draft_tokens,
                 num_accepted=verdict.num_accepted,
                 num_tokens=len(verdict.token_ids),
-                duration_ms=(now - self._last) * 1e3,
+                duration_ms=(time.perf_counter() - self._began) * 1e3,
                 target=answer,
                 draft=proposed.answer,
                 hit=proposed.ahead if proposed.proposal is not None and proposed.prepared else None,
             )
         )
-        self._last = now
 
     def _commit(self, verdict: common_pb2.Verdict, span: Span, *, ahead: bool) -> Block:
         """Cut the verdict's tokens and commit them. span: the round's. ahead: see Stats.count."""

@@ -94,37 +94,39 @@ class Controller:
         self._drafting = False
         #: The highest level of load since it last fell.
         self._level = 0
-        self._draft = Draft(Drafter())
-        self._begin(self._draft)
+        self._trying = Trying()
+        self._take(Draft(Drafter()))
+        self._outcomes = Outcomes(self._draft.drafter)
         #: The best length of each mode, the last time.
         self._lengths: dict[Mode, int] = {}
         self._arm = _PLAIN
-        self._trying = Trying()
         self._choice: Choice | None = None
+        #: To ask for a proposal of one token, since nobody has for long.
+        self._checking = False
 
     def use_target(self, worker_id: str) -> None:
         """Go on with another target worker."""
         self._target.leave(self)
         self._target = self._shared.target(worker_id)
         self._target.join(self)
+        self._trying.forgive()
 
     def use_draft(self, worker_id: str, drafter: str) -> None:
-        """Go on with this draft worker. Another drafter's acceptance is learned anew."""
+        """Go on with this draft worker. drafter: name and weights; another's acceptance is learned anew."""
         draft = self._shared.draft(worker_id, drafter)
-        if self._draft.drafter is draft.drafter:
-            self._draft = draft
-        else:
-            self._begin(draft)
+        if self._draft.drafter is not draft.drafter:
+            self._outcomes = Outcomes(draft.drafter)
+        self._take(draft)
+        self._trying.forgive()
         self._drafting = True
 
     def close(self) -> None:
         """The request's last round is over."""
         self._target.leave(self)
 
-    def _begin(self, draft: Draft) -> None:
+    def _take(self, draft: Draft) -> None:
         self._draft = draft
-        self._look(self._target.level)
-        self._outcomes = Outcomes(draft.drafter)
+        self._times = draft.times.at(self._target.level)
 
     def choose(self, limit: int) -> Choice:
         """What the next round does. limit: longest proposal that it may ask for, 0 for none."""
@@ -136,7 +138,10 @@ class Controller:
         arms = self._arms(forecast, limit)
         self._arm = best = self._settled(forecast, arms, limit)
         tried = None
-        if self._trying.due(best):
+        if best == _PLAIN and limit and (self._checking or self._times.check()):
+            self._checking = True
+            tried = next((Arm(mode, 1) for mode, _ in self._options(forecast, best, arms, limit)), None)
+        elif self._trying.due(best):
             tried = self._trying.choose(forecast, best, self._options(forecast, best, arms, limit))
         arm = tried or best
         ahead, rate = forecast.num_ahead(arm, self._branches), self._rate(forecast, arm)
@@ -145,40 +150,37 @@ class Controller:
 
     def observe(self, seen: RoundSeen) -> None:
         """Learn from a round that is over."""
-        self._target.saw(seen.num_draft_tokens, seen.target)
+        usual = self._target.saw(seen.num_draft_tokens, seen.target)
         self._outcomes.saw(seen)
-        if seen.draft is not None:
-            self._times.saw(seen.num_draft_tokens, seen.draft, prepared=bool(seen.hit))
+        usual = self._times.saw(seen) and usual
+        self._checking = self._checking and not seen.num_asked
         choice = self._choice
-        if choice is not None and choice.predicted is not None and seen.num_draft_tokens:
-            unskewed = choice.predicted * self._record.skew[choice.mode]
-            self._record.skew.saw(choice.mode, seen.duration_ms, 1000 * seen.num_tokens / unskewed)
+        if choice is not None and choice.predicted is not None and seen.num_draft_tokens and usual:
+            unskewed = choice.predicted * self._times.skew[choice.mode]
+            self._times.skew.saw(choice.mode, seen.duration_ms, 1000 * seen.num_tokens / unskewed)
         if choice is not None and choice.inputs is not None:
             news_ms = abs(sum(self._round_trips_ms()) - choice.inputs.round_trip_ms)
             # What rounds took beyond their forecasts has its reason then.
             if news_ms > _NEWS * seen.duration_ms:
-                self._record.skew.forget()
+                self._times.skew.forget()
         self._trying.observe(seen, self._target.plain_ms)
 
     def _meet(self) -> None:
-        """The first session that drafts at this level of load may spend something to find out."""
+        """The first session that drafts with this worker at this level of load may spend something to find
+        out."""
         level = self._target.level
-        self._look(level)
+        self._times = self._draft.times.at(level)
         if level < self._level - 1:
             self._trying.forgive()
             self._level = level
         self._level = max(self._level, level)
-        if self._drafting and not self._record.met:
-            self._record.met = True
+        if self._drafting and not self._times.met:
+            self._times.met = True
             self._trying.begin(self._target.plain_ms)
-
-    def _look(self, level: int) -> None:
-        """At what is known of this level of load."""
-        self._times, self._record = self._draft.times.at(level), self._draft.drafter.records.at(level)
 
     def _rate(self, forecast: Forecast, arm: Arm) -> float:
         """Tokens/s, less what such rounds were slower than their forecasts."""
-        return forecast.rate(arm) / self._record.skew[arm.mode]
+        return forecast.rate(arm) / self._times.skew[arm.mode]
 
     def _arms(self, forecast: Forecast, limit: int) -> list[Arm]:
         """Each mode that may be used, at its best length."""
@@ -232,8 +234,9 @@ class Controller:
         token_ms = _FIRST_DRAFT * plain_ms
         if draft.proposal.known:
             token_ms = draft.proposal.slope
+        first, *others = self._outcomes.acceptance.values
         return Inputs(
-            acceptance=self._outcomes.acceptance.values,
+            acceptance=[first * draft.in_time.value(1.0), *others],
             plain_ms=plain_ms,
             pass_ms=queue * target.busy.intercept,
             position_ms=queue * target.busy.slope,

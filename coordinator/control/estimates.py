@@ -15,6 +15,8 @@ _FLAT = [1.0] * MAX_NUM_DRAFT_TOKENS
 #: Rounds that are taken to have been as predicted before any was, and what a round's weight is worth later.
 _SKEW_ROUNDS = 10
 _SKEW_DECAY = 0.96
+#: Rounds without a sample after which those that there are say nothing about now.
+_STALE_ROUNDS = 256
 
 
 class Line:
@@ -49,29 +51,41 @@ class Line:
     def __call__(self, x: float) -> float:
         return self.intercept + self.slope * x
 
-    def add(self, x: float, y: float) -> None:
+    def add(self, x: float, y: float) -> bool:
+        """Returns whether the line knew of it: False for the first sample and for those far off."""
         if not self.known:
             self._begin(x, y)
-            return
+            return False
         error = y - (self._intercept + self._slope * x)
         noise = (self._NOISE * max(y, self(x))) ** 2
         self._p00 += self._DRIFT**2 / self._NOISE**2 * noise
         self._p11 = min(self._p11 + self._SLOPE_DRIFT**2 * self._most_p11, self._most_p11)
         spread = self._p00 + 2 * x * self._p01 + x * x * self._p11 + noise
-        if error * error > self._FAR**2 * spread:
-            self._far = not self._far
-            if self._far:
-                return
+        far = error * error > self._FAR**2 * spread
+        self._far = far and not self._far
+        if self._far:
+            return False
+        if far:
             self._p00 += error * error
             spread += error * error
-        else:
-            self._far = False
         along, across = self._p00 + x * self._p01, self._p01 + x * self._p11
         self._intercept += along / spread * error
         self._slope += across / spread * error
         self._p00 -= along * along / spread
         self._p01 -= along * across / spread
         self._p11 -= across * across / spread
+        self._keep_positive()
+        return not far
+
+    def _keep_positive(self) -> None:
+        """A coefficient below 0 is 0, and the other one what it is likely to be then: clipped alone the line
+        would miss the very samples that it goes through."""
+        if self._intercept < 0 < self._p00:
+            self._slope -= self._p01 / self._p00 * self._intercept
+            self._intercept = 0.0
+        if self._slope < 0 < self._p11:
+            self._intercept = max(0.0, self._intercept - self._p01 / self._p11 * self._slope)
+            self._slope = 0.0
 
     def _begin(self, x: float, y: float) -> None:
         self._intercept = y / (1 + self._ratio * x)
@@ -82,19 +96,29 @@ class Line:
 
 
 class Recent:
-    """The median of the last few samples: follows a jump within four of a session's, and no stall."""
+    """The median of the last few samples: follows a jump within four of a session's, and no stall.
+
+    Samples that nobody has added to for long say nothing about now: the next one takes their place.
+    """
 
     def __init__(self) -> None:
         self._samples: deque[float] = deque(maxlen=7)
         self._median: float | None = None
+        self._without = 0
 
     def last_for(self, sessions: int) -> None:
         self._samples = deque(self._samples, maxlen=7 * sessions)
 
     def add(self, sample: float | None) -> None:
-        if sample is not None:
-            self._samples.append(sample)
-            self._median = statistics.median(self._samples)
+        """Of a round; None when it has measured nothing."""
+        self._without += 1
+        if sample is None:
+            return
+        if self._without > _STALE_ROUNDS:
+            self._samples.clear()
+        self._without = 0
+        self._samples.append(sample)
+        self._median = statistics.median(self._samples)
 
     def value(self, default: float) -> float:
         return default if self._median is None else self._median
@@ -217,6 +241,11 @@ class Skew:
         taken, predicted = self._sums.get(mode, (start, start))
         taken_ms = min(taken_ms, 3 * predicted_ms)
         self._sums[mode] = self._decay * taken + taken_ms, self._decay * predicted + predicted_ms
+
+    def fade(self, decay: float) -> None:
+        """A plain round: what isn't measured any more counts less beside what will be."""
+        for mode, (taken, predicted) in self._sums.items():
+            self._sums[mode] = decay * taken, decay * predicted
 
     def forget(self) -> None:
         """Begin anew: the forecasts have changed."""

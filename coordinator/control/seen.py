@@ -39,10 +39,10 @@ class Answer:
 class RoundSeen:
     """One round's outcome.
 
-    num_asked: draft tokens that the draft worker was asked for; 0 when it wasn't. num_draft_tokens,
-    num_accepted: as in the verdict. num_tokens: committed. duration_ms: since the verdict before. target: the
-    verdict's answer. draft: the proposal's, None when none came in time. hit: whether the proposal had been
-    prepared for this very outcome; None when none was to be.
+    num_asked: draft tokens that the draft worker was asked for; 0 when it wasn't, or was lost meanwhile.
+    num_draft_tokens, num_accepted: as in the verdict. num_tokens: committed. duration_ms: from the choice to
+    the verdict. target: the verdict's answer. draft: the proposal's, None when none came in time. hit:
+    whether the proposal had been prepared for this very outcome; None when none was to be.
     """
 
     num_asked: int

@@ -18,6 +18,12 @@ _FIRST_HIT_RATE = 0.9
 #: What a plain round leaves of what is known about the draft, to a session and to all of them.
 _FADING = 0.9
 _DRAFTER_FADING = 0.9995
+_SKEW_FADING = 0.99
+#: Of what is known of proposals coming in time, per proposal.
+_IN_TIME_DECAY = 0.7
+#: Plain rounds after which a draft's times say nothing about now, and what a session gets to measure them.
+_STALE_ROUNDS = 512
+_CHECK_ROUNDS = 32
 #: Workers and drafters that are kept, the last used ones.
 _MOST_KEPT = 256
 
@@ -66,10 +72,10 @@ class Outcomes:
         return self._hits.value(self._drafter.hit_rate)
 
     def saw(self, seen: RoundSeen) -> None:
-        if seen.num_asked:
-            self.acceptance.add(seen.num_asked, seen.num_accepted)
-        else:
+        if not seen.num_asked:
             self._fade()
+        elif seen.draft is not None:  # one that came too late says nothing about its tokens
+            self.acceptance.add(seen.num_asked, seen.num_accepted)
         if seen.hit is not None:
             self._hits.add(seen.hit)
             self._drafter.hits.add(seen.hit)
@@ -88,7 +94,6 @@ class Drafter:
     def __init__(self) -> None:
         self.acceptance = Acceptance(0.99)
         self.hits = Ratio(0.99, weight=6.0)
-        self.records = ByLoad(Record)
 
     @property
     def hit_rate(self) -> float:
@@ -103,39 +108,74 @@ class Draft:
         self.times = ByLoad(DraftTimes)
 
 
-class Record:
-    """What rounds with a drafter were at one level of load. met: a session has begun to find out."""
-
-    def __init__(self) -> None:
-        self.met = False
-        self.skew = Skew()
-
-    def last_for(self, sessions: int) -> None:
-        self.skew.last_for(sessions)
-
-
 class DraftTimes:
-    """What proposals of one drafter on one draft worker take at one level of load."""
+    """What rounds with one drafter on one draft worker take at one level of load.
+
+    They are measured by drafting alone: what was bad when drafting ended would stay so for good, were it not
+    measured again from time to time, whatever that is expected to cost.
+    """
 
     def __init__(self) -> None:
-        #: ms of a proposal, queue included, over its draft tokens: nearly all of it is per token.
-        self.proposal = Line(slope_per_intercept=20.0)
+        #: A session has begun to find out.
+        self.met = False
+        #: ms of a proposal, queue included, over its draft tokens.
+        self.proposal = _proposal_line()
         #: ms per draft token of a proposal that was prepared, all its branches together.
         self.branch = Recent()
         self.round_trip = Recent()
+        #: How often a proposal comes within the patience.
+        self.in_time = Ratio(_IN_TIME_DECAY, weight=1.0)
+        self.skew = Skew()
+        # Plain rounds since the last proposal, and how many there may be.
+        self._unused, self._due = 0, _STALE_ROUNDS
 
     def last_for(self, sessions: int) -> None:
         self.branch.last_for(sessions)
         self.round_trip.last_for(sessions)
+        self.in_time.decay = _IN_TIME_DECAY ** (1 / sessions)
+        self.skew.last_for(sessions)
 
-    def saw(self, num_draft_tokens: int, answer: Answer, prepared: bool) -> None:
-        self.round_trip.add(answer.round_trip_ms)
-        if not num_draft_tokens:
-            return
-        if prepared:
-            self.branch.add((answer.queue_ms + answer.busy_ms) / (num_draft_tokens + 1))
-        else:
-            self.proposal.add(num_draft_tokens, answer.queue_ms + answer.busy_ms)
+    def check(self) -> bool:
+        """Whether the session that asks should measure; if it fails to, another one is told so."""
+        due = self._unused >= self._due
+        if due:
+            self._due += _CHECK_ROUNDS
+        return due
+
+    def saw(self, seen: RoundSeen) -> bool:
+        """A round. Returns whether its proposal took about as long as was to be expected."""
+        if not seen.num_asked:
+            self._fade()
+            return True
+        stale = self._unused >= _STALE_ROUNDS
+        # One that comes in time after so long counts more than all that came too late before.
+        self.in_time.add(seen.draft is not None, decay=0.0 if stale and seen.draft is not None else None)
+        if seen.draft is None:
+            self._due = self._unused + _STALE_ROUNDS
+            return True
+        self.round_trip.add(seen.draft.round_trip_ms)
+        if not seen.num_draft_tokens:
+            return True
+        self._unused, self._due = 0, _STALE_ROUNDS
+        busy_ms = seen.draft.queue_ms + seen.draft.busy_ms
+        self.branch.add(busy_ms / (seen.num_draft_tokens + 1) if seen.hit else None)
+        if seen.hit:
+            return True
+        if stale:
+            self.proposal = _proposal_line()
+        return self.proposal.add(seen.num_draft_tokens, busy_ms)
+
+    def _fade(self) -> None:
+        """A plain round: what isn't measured any more counts less beside what will be."""
+        self._unused += 1
+        self.round_trip.add(None)
+        self.branch.add(None)
+        self.skew.fade(_SKEW_FADING)
+
+
+def _proposal_line() -> Line:
+    """Nearly all of a proposal's time is per token."""
+    return Line(slope_per_intercept=20.0)
 
 
 class Target:
@@ -174,17 +214,19 @@ class Target:
     def round_trip(self) -> Recent:
         return self._times.at(self.level).round_trip
 
-    def saw(self, num_draft_tokens: int, answer: Answer) -> None:
+    def saw(self, num_draft_tokens: int, answer: Answer) -> bool:
+        """A verdict. Returns whether its pass took about as long as was to be expected."""
         own = num_draft_tokens + 1
         positions = answer.positions or own
         self._positions += 0.05 * (positions - self._positions)
         self._own += 0.05 * (own - self._own)
         self._company.add(positions / own)
-        self.busy.add(positions, answer.busy_ms)
+        usual = self.busy.add(positions, answer.busy_ms)
         times = self._times.at(self.level)
         times.round_trip.add(answer.round_trip_ms)
         if answer.busy_ms > 0:  # no more than a few passes: the rest is a stall
             times.queues[num_draft_tokens > 0].add(min(answer.queue_ms / answer.busy_ms, 4.0))
+        return usual
 
     @property
     def plain_ms(self) -> float:

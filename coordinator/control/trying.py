@@ -19,6 +19,10 @@ _MOST_TOKENS = 8.0
 #: Debts, in plain tokens, beyond which plain decoding isn't left, and is gone back to whatever is predicted.
 _LEAVING_TOKENS = 8.0
 _RETURNING_TOKENS = 16.0
+#: What a round leaves of debts.
+_DEBT_DECAY = 0.998
+#: What one round can lose, in plain tokens: a stall of the machine isn't the draft's fault.
+_MOST_LOST_TOKENS = 8.0
 
 
 class Trying:
@@ -72,7 +76,9 @@ class Trying:
         """Enter a round. plain_ms: what a token takes by plain decoding."""
         self._plain_ms = plain_ms
         won_ms = seen.num_tokens * plain_ms - seen.duration_ms if seen.num_asked else 0.0
-        account_ms = self._account_ms + won_ms + _SHARE * seen.duration_ms
+        won_ms = max(won_ms, -_MOST_LOST_TOKENS * plain_ms)
+        kept_ms = self._account_ms * (_DEBT_DECAY if self._account_ms < 0 else 1)
+        account_ms = kept_ms + won_ms + _SHARE * seen.duration_ms
         self._account_ms = min(account_ms, _MOST_TOKENS * plain_ms)
         self._rounds += 1
         if self._arm is not None and bool(seen.num_asked) == bool(self._arm.num_draft_tokens):

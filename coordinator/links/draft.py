@@ -61,6 +61,8 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
         info = host.drafter(drafter)
         assert info is not None
         self.drafter = drafter
+        #: Of the drafter with its weights: the same name may come back with others.
+        self.identity = f"{drafter} {info.model.fingerprint}"
         #: What the drafter wants of the target; None for nothing.
         self.features = info.features if info.features.layers else None
         #: What it can do while the target verifies.
@@ -83,6 +85,16 @@ class DraftLink(Link[draft_pb2.DraftSessionRequest, draft_pb2.DraftSessionRespon
         self._since = time.monotonic()
         self._news = asyncio.Event()
         self._receiving = asyncio.create_task(self._receive(handle, held))
+
+    @property
+    def is_open(self) -> bool:
+        """The worker has taken the session; until then a proposal waits for it."""
+        return self._opened
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the last proposal was asked for."""
+        return time.monotonic() - self._since
 
     @property
     def features_start(self) -> int | None:

@@ -38,7 +38,7 @@ class World:
         self._random = random.Random(self.seed)
         self._streaming = False  # plain tokens are granted ahead
         self._ahead = False  # a child of the last proposal is on its way, and its parent was accepted whole
-        self._prepared = False
+        self._prepared = Mode.PLAIN  # what the draft worker did during the last round, if that was to prepare
 
     def play(self, choice: Choice, queue: Callable[[int], float] = lambda positions: 0.0) -> RoundSeen:
         """One round. queue: ms that a pass over so many positions waits."""
@@ -51,26 +51,26 @@ class World:
         if mode is Mode.PLAIN:
             duration = verify if self._streaming else verify + self.round_trip / 2
             seen = self._seen(0, 0, 1, duration, busy, verify, waited=not self._streaming)
-            self._streaming, self._ahead, self._prepared = True, False, False
+            self._streaming, self._ahead, self._prepared = True, False, Mode.PLAIN
             return seen
         draft = k * self.token_ms * self._jitter()
-        hit = self._random.random() < self.hit_rate if self._prepared else None
+        hit = self._random.random() < self.hit_rate if self._prepared is not Mode.PLAIN else None
         fresh = draft + self.round_trip + verify
         waited = True
         if mode is Mode.PIPELINED and self._ahead:
             # As many proposals are on their way as were allowed: the slowest stage sets the pace.
             duration = max(draft, verify, fresh / (choice.num_ahead + 1))
             waited = False
-        elif hit and mode is Mode.PREFETCH_PULL:
+        elif hit and self._prepared is Mode.PREFETCH_PULL:
             draft = (k + 1) * self.branch_ms
             duration = max(self.round_trip + verify, draft)
-        elif hit and mode is Mode.PREFETCH_PUSH:
+        elif hit and self._prepared is Mode.PREFETCH_PUSH:
             draft = (k + 1) * self.branch_ms
             duration = max(verify, self.round_trip + draft)
         else:
-            duration, hit = fresh, False if hit is not None else None
+            duration = fresh
         self._streaming = False
-        self._prepared = mode in (Mode.PREFETCH_PULL, Mode.PREFETCH_PUSH)
+        self._prepared = mode if mode in (Mode.PREFETCH_PULL, Mode.PREFETCH_PUSH) else Mode.PLAIN
         self._ahead = mode is Mode.PIPELINED and accepted == k
         tokens = accepted if self._ahead else accepted + 1  # the bonus is held
         return self._seen(k, accepted, tokens, duration, busy, verify, waited, draft, hit)

@@ -141,7 +141,7 @@ def test_a_plain_session_forgets_its_bad_luck() -> None:
         drafter.hits.add(1)
     session, verdict = Outcomes(drafter), Answer(0, 25, 25)
     for _ in range(3):
-        session.saw(RoundSeen(4, 4, 0, 1, 50, verdict, hit=False))
+        session.saw(RoundSeen(4, 4, 0, 1, 50, verdict, Answer(0, 10, 10), hit=False))
     unlucky, missing = session.acceptance.values[0], session.hit_rate
     for _ in range(40):
         session.saw(RoundSeen(0, 0, 0, 1, 25, verdict))

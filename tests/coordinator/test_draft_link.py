@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -29,8 +28,9 @@ class ScriptedWorker:
         self.asked: asyncio.Queue[draft_pb2.DraftSessionRequest] = asyncio.Queue()
         self.answers: asyncio.Queue[draft_pb2.DraftSessionResponse] = asyncio.Queue()
 
-    def drafter(self, name: str) -> Any:
-        return SimpleNamespace(features=common_pb2.FeatureRequest(layers=[0], dtype="float16"))
+    def drafter(self, name: str) -> draft_pb2.DrafterInfo:
+        wanted = common_pb2.FeatureRequest(layers=[0], dtype="float16")
+        return draft_pb2.DrafterInfo(name=name, features=wanted)
 
     def modes(self, name: str) -> frozenset[Mode]:
         return frozenset()
