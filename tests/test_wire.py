@@ -257,6 +257,14 @@ def test_a_broken_distribution_of_a_tree_makes_its_children_certain() -> None:
     assert num_one_hot == 1
 
 
+@pytest.mark.parametrize("ids", [[7, 5], [5, 8], [5, 6]])
+def test_every_child_of_a_row_must_be_in_its_distribution(ids: list[int]) -> None:
+    """Not the first alone: else it would be accepted without a probability to have come by."""
+    draft, num_one_hot = decode(body_of([7, 8], [row(ids, [1, 1]), row([], []), row([], [])], [0, 0]))
+    assert draft == Draft.certain((7, 8), (0, 0))
+    assert num_one_hot == 2
+
+
 @pytest.mark.parametrize("parents", [[0], [0, 2], [1, 0], [0, 1, 2]])
 def test_what_is_no_tree_is_refused(parents: list[int]) -> None:
     with pytest.raises(InvalidRequestError) as caught:

@@ -78,9 +78,12 @@ class Stream:
         self._ours = ours
         self._serving = serving
 
+    async def tell(self, request: Any) -> None:
+        await self._ours.write(request)
+
     async def ask(self, request: Any) -> Any:
         """The answer. Raises what ends the stream instead."""
-        await self._ours.write(request)
+        await self.tell(request)
         answer = asyncio.create_task(self._ours.read())
         await asyncio.wait({answer, self._serving}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
@@ -100,8 +103,18 @@ async def stream(serve: Callable[[End], Any]) -> AsyncIterator[Stream]:
     delivering.cancel()
 
 
-def verifying(own: common_pb2.Stamp, proposal: common_pb2.Stamp) -> target_pb2.TargetSessionRequest:
-    sent = common_pb2.Proposal(stamp=proposal, num_draft_tokens=2, body=Draft.certain([7, 8]).encode(b""))
+def verifying(
+    own: common_pb2.Stamp,
+    proposal: common_pb2.Stamp,
+    draft: Draft = Draft.certain((7, 8)),  # noqa: B008
+    parent_round: int = 0,
+) -> target_pb2.TargetSessionRequest:
+    sent = common_pb2.Proposal(
+        stamp=proposal,
+        num_draft_tokens=len(draft.token_ids),
+        body=draft.encode(b""),
+        parent_round=parent_round,
+    )
     return target_pb2.TargetSessionRequest(stamp=own, verify=target_pb2.Verify(proposal=sent))
 
 
@@ -152,6 +165,56 @@ async def test_a_draft_worker_refuses_another_owner_s_message(
         await session.ask(draft_pb2.DraftSessionRequest(stamp=stamp(round=0), open=opening("lookup")))
         with pytest.raises(error):
             await session.ask(draft_pb2.DraftSessionRequest(stamp=stamp(**changes), **messages[kind]))
+
+
+async def test_rounds_that_were_taken_before_the_open_are_stale(
+    target: TargetWorker, draft: DraftWorker
+) -> None:
+    """They get no answer: the next one's is the next."""
+    async with stream(lambda end: target.TargetSession(None, end)) as session:  # type: ignore[arg-type]
+        await session.ask(target_pb2.TargetSessionRequest(stamp=stamp(round=5), open=opening()))
+        await session.tell(decoding(stamp(round=5)))
+        await session.tell(verifying(stamp(), stamp(round=4)))
+        assert (await session.ask(decoding(stamp(round=6)))).verdict.stamp.round == 6
+    async with stream(lambda end: draft.DraftSession(None, end)) as session:  # type: ignore[arg-type]
+        await session.ask(draft_pb2.DraftSessionRequest(stamp=stamp(round=5), open=opening("lookup")))
+        propose = draft_pb2.Propose(num_draft_tokens=2, start=len(TEXT))
+        await session.tell(draft_pb2.DraftSessionRequest(stamp=stamp(round=5), propose=propose))
+        answer = await session.ask(draft_pb2.DraftSessionRequest(stamp=stamp(round=6), propose=propose))
+        assert answer.proposal.stamp.round == 6
+
+
+async def test_a_child_must_begin_with_the_token_that_came(target: TargetWorker) -> None:
+    """One on the text before that token, under a rule of equality; a tree's other branches never do."""
+    async with stream(lambda end: target.TargetSession(None, end)) as session:  # type: ignore[arg-type]
+        await session.ask(target_pb2.TargetSessionRequest(stamp=stamp(round=0), open=opening()))
+        committed = [*TEXT, *(await session.ask(verifying(stamp(), stamp()))).verdict.token_ids]
+        log = TokenLog(committed[:-1])
+        child = stamp(round=2, base_length=len(log), prefix_hash=log.prefix_hash())
+        last = committed[-1]
+        for draft in (Draft.certain([(last + 1) % 32, 3]), Draft.certain([last, 3], [0, 0])):
+            await session.tell(verifying(stamp(), child, draft, parent_round=1))
+        await session.tell(verifying(stamp(), child, Draft.certain([last, 3]), parent_round=7))
+        answer = await session.ask(verifying(stamp(), child, Draft.certain([last, 3, 4, 5]), parent_round=1))
+        assert answer.verdict.num_draft_tokens == 3
+
+
+async def test_a_target_says_a_verdict_again_to_the_same_message_alone(target: TargetWorker) -> None:
+    """Another body or text under the same round is stale and gets no answer: the next round's is the next."""
+    async with stream(lambda end: target.TargetSession(None, end)) as session:  # type: ignore[arg-type]
+        await session.ask(target_pb2.TargetSessionRequest(stamp=stamp(round=0), open=opening()))
+        asked = verifying(stamp(), stamp())
+        first = (await session.ask(asked)).verdict
+        again = (await session.ask(asked)).verdict
+        assert again.repeated
+        assert not first.repeated
+        again.repeated = False
+        assert again == first
+        await session.tell(verifying(stamp(), stamp(prefix_hash=1)))
+        await session.tell(verifying(stamp(), stamp(), Draft.certain([8, 7])))
+        following = first.stamp
+        following.round += 1
+        assert (await session.ask(decoding(following))).verdict.stamp.round == 2
 
 
 def verdict(token: int, **changes: Any) -> target_pb2.TargetSessionResponse:
