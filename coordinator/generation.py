@@ -21,7 +21,7 @@ from coordinator.rounds import Block, Rounds
 from coordinator.stats import Stats
 from coordinator.stopping import Emission, Stopper
 from coordinator.text import TextCodec
-from coordinator.workers import WorkerPool
+from coordinator.workers import WorkerPool, roomiest
 from protos.v1 import common_pb2, coordinator_pb2
 from splitspec.config import CoordinatorSettings
 from splitspec.errors import (
@@ -105,12 +105,12 @@ class Generation:
         assert request.sampling.seed is not None
         # Beside the loop: a text of the largest message takes seconds to tokenize.
         prompt = await asyncio.to_thread(request.prompt, self.codec, before, last)
-        model = (await self.workers.targets())[0].description.model
-        request.check_embedded(prompt, model.vocabulary_size)
+        host = max(await self.workers.targets(), key=lambda host: host.max_context)
+        request.check_embedded(prompt, host.description.model.vocabulary_size)
         length = prompt.start + len(prompt.token_ids)
-        room = model.max_context - length
+        room = host.max_context - length
         if room < 1:
-            expected = f"at most {model.max_context - 1}, as the context is {model.max_context}"
+            expected = f"at most {host.max_context - 1}, as {host.limit}"
             raise InvalidRequestError.of("prompt", f"{length} tokens", expected)
         owned.put(prompt.start, prompt.token_ids)
         return Note(
@@ -120,7 +120,7 @@ class Generation:
             prompt.start,
             len(prompt.token_ids),
             room,
-            tuple(model.eos_token_ids),
+            tuple(host.description.model.eos_token_ids),
             messages=prompt.messages,
         )
 
@@ -130,7 +130,7 @@ class Generation:
             self.request.stop,
             self.codec.detokenizer(owned.session.tokens[: note.prompt_end]),
             eos_token_ids=frozenset(note.eos_token_ids),
-            max_tokens=self.request.stop.max_tokens or self.settings.max_tokens,
+            max_tokens=self._max_tokens,
             room=note.room,
             special_stops=self.codec.special_stops(self.request.stop.stop_strings),
         )
@@ -266,7 +266,8 @@ class Generation:
         held: WorkerHandle | None = None,
         lost: TargetLink | None = None,
     ) -> tuple[TargetLink, common_pb2.Opened]:
-        """The session on the first target worker that can be reached and has room.
+        """The session on the first target worker that can be reached and has room now, of those that can hold
+        all that the request may come to.
 
         The one that holds its KV comes first, the one that was lost last. In mid-stream only the very same
         model can go on. Raises UnavailableError, OverloadedError, and HandshakeError for workers that don't
@@ -277,9 +278,13 @@ class Generation:
             hosts = await self.workers.targets(held.worker_id if held else "")
         if lost is not None:
             hosts = [host for host in hosts if host.fingerprint == lost.host.fingerprint]
+            hosts = [host for host in hosts if host.max_context > len(session.tokens)]
             hosts.sort(key=lambda host: host.worker_id == lost.worker_id)
-        failure: SplitspecError = UnavailableError("no target worker with the model of this request is left")
-        for host in hosts:
+        failure: SplitspecError = UnavailableError(
+            f"no target worker with the model of this request and room for its {len(session.tokens)} tokens "
+            "is left"
+        )
+        for host in roomiest(hosts, self._most_tokens(owned)):
             target = TargetLink(
                 host, session, self.stats, self.settings.target_timeout_s, self._left_s, features
             )
@@ -297,6 +302,15 @@ class Generation:
                     owned.target = WorkerHandle(host.worker_id, target.handle)
                 return target, opened
         raise failure
+
+    def _most_tokens(self, owned: Ownership) -> int:
+        """Tokens of the session at the end of the request, if nothing but max_tokens ends it."""
+        assert owned.session.drawing is not None
+        return owned.session.drawing.output.start + self._max_tokens
+
+    @property
+    def _max_tokens(self) -> int:
+        return self.request.stop.max_tokens or self.settings.max_tokens
 
     async def _run_rounds(
         self, rounds: Rounds, owned: Ownership, delivery: Delivery, links: contextlib.AsyncExitStack

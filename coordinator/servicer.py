@@ -108,7 +108,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
             drafters=await self._workers.drafters(),
             rules=[rule.value for rule in Rule],
             limits=coordinator_pb2.RequestLimits(
-                max_context=min(model.max_context for model in models),
+                max_context=max(model.max_context for model in models),
                 max_num_draft_tokens=MAX_NUM_DRAFT_TOKENS,
                 max_message_bytes=MAX_MESSAGE_BYTES,
                 max_tokens=self._settings.max_tokens,

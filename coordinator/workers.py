@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -42,6 +42,18 @@ class TargetHost:
     def fingerprint(self) -> str:
         return self.description.model.fingerprint
 
+    @property
+    def max_context(self) -> int:
+        """Tokens of the longest text that it can hold."""
+        return self.description.model.max_context
+
+    @property
+    def limit(self) -> str:
+        """Where that comes from."""
+        if self.max_context < self.description.model.kv_tokens:
+            return f"the context is {self.max_context}"
+        return f"the target worker's KV (its kv_memory_mib) has room for {self.max_context} tokens"
+
     def check_features(self, features: common_pb2.FeatureRequest) -> None:
         """Raise HandshakeError unless the worker keeps what a drafter wants."""
         kept = list(self.description.model.feature_layers)
@@ -50,6 +62,12 @@ class TargetHost:
                 f"the drafter wants features of the target's layers {list(features.layers)}, but "
                 f"target worker {self.worker_id} keeps {kept}: set its feature_layers"
             )
+
+
+def roomiest(hosts: Sequence[TargetHost], num_tokens: int) -> list[TargetHost]:
+    """Those that can hold so many tokens, or, where none can, those that can hold the most."""
+    needed = min(num_tokens, max((host.max_context for host in hosts), default=0))
+    return [host for host in hosts if host.max_context >= needed]
 
 
 @dataclass(frozen=True, eq=False)

@@ -114,7 +114,9 @@ class TargetLink(Link[target_pb2.TargetSessionRequest, target_pb2.TargetSessionR
 
         features_start: as for `verify`; the last of the tokens granted now brings them.
         """
-        room = self.host.description.model.max_context - len(self._session.tokens)
+        room = self.host.max_context - len(self._session.tokens)
+        if room < 1:
+            raise UnavailableError(f"{self._name} has no room for more tokens, as {self.host.limit}")
         grant = min(window, room) - self.outstanding
         with self._waiting(names.DECODE) as wait:
             if grant > 0:

@@ -25,6 +25,9 @@ from splitspec.engine.paged import BLOCK_SIZE
 from splitspec.engine.plan import Span, to_device, twice_if_single
 from splitspec.engine.probe import Probe
 
+#: Room for the rows that a session drafts on a text.
+_DRAFT_ROWS = 256
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EagleFeed(Feed):
@@ -39,15 +42,18 @@ class EagleFeed(Feed):
     features: torch.Tensor | None = None
     paths: Sequence[Sequence[int]] = field(default=())
 
+    #: The target's features are gone by then.
+    can_be_fed_again = False
+
     def cut(self, count: int) -> tuple[Feed, Feed]:
         """See Feed; for committed tokens."""
         assert self.features is not None
-        first = replace(self, token_ids=self.token_ids[:count], num_rows=0, features=self.features[:count])
-        return first, replace(self, token_ids=self.token_ids[count:], features=self.features[count:])
+        first, rest = Feed.cut(self, count)
+        return replace(first, features=self.features[:count]), replace(rest, features=self.features[count:])  # type: ignore[call-arg]
 
     def check(self, vocabulary_size: int, max_context: int) -> None:
         """See Feed. Rows of a tree stand side by side: there may be more of them than positions."""
-        Feed.check(self, vocabulary_size, self.kv.length + len(self.token_ids))
+        Feed.check(self, vocabulary_size, self.end)
         if len(self.token_ids) != len(self.paths if self.features is None else self.features):
             raise ValueError(f"{len(self.token_ids)} tokens, expected a feature or a path for each")
         if max(self.positions()) >= max_context:
@@ -125,6 +131,9 @@ class EagleLM:
             feature_layers=1,
             hidden_size=config.hidden_size,
         )
+        # Beside a text there have to be its draft rows, those of trees included.
+        info.kv_tokens = max(1, self.pool.num_blocks - _DRAFT_ROWS // block_size) * block_size
+        info.max_context = min(info.max_context, info.kv_tokens)
         self._flex = parse_attention(attention)
         self._network = network
         self._embedding = embedding

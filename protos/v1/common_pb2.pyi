@@ -923,6 +923,7 @@ class ModelInfo(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     DETERMINISTIC_FIELD_NUMBER: _builtins.int
     FEATURE_LAYERS_FIELD_NUMBER: _builtins.int
+    KV_TOKENS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Hub id, directory or file name that it was loaded from."""
     fingerprint: _builtins.str
@@ -936,11 +937,13 @@ class ModelInfo(_message.Message):
     vocabulary_size: _builtins.int
     """Number of ids in that table."""
     max_context: _builtins.int
-    """Longest context in tokens."""
+    """Longest context in tokens: the model's own, or kv_tokens when that is less."""
     deterministic: _builtins.bool
     """A position's logits have the same bits whatever else is in the pass, as a test at load has found: so text
     of greedy and seeded requests is the same with speculation on and off, alone and beside others.
     """
+    kv_tokens: _builtins.int
+    """Tokens of the longest text that the worker's pool of KV has room for (its setting kv_memory_mib)."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end a generation."""
@@ -962,10 +965,11 @@ class ModelInfo(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         deterministic: _builtins.bool = ...,
         feature_layers: _abc.Iterable[_builtins.int] | None = ...,
+        kv_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "feature_layers", b"feature_layers", "fingerprint", b"fingerprint", "max_context", b"max_context", "name", b"name", "vocabulary_hash", b"vocabulary_hash", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "feature_layers", b"feature_layers", "fingerprint", b"fingerprint", "kv_tokens", b"kv_tokens", "max_context", b"max_context", "name", b"name", "vocabulary_hash", b"vocabulary_hash", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -774,7 +774,9 @@ class RequestLimits(_message.Message):
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     max_context: _builtins.int
-    """Longest context, prompt and output together, in tokens."""
+    """Longest context, prompt and output together, in tokens: that of the target worker that can hold the most,
+    whose KV may have room for less than the model's own. A longer prompt is refused, and an output ends there.
+    """
     max_num_draft_tokens: _builtins.int
     """Largest proposal length."""
     max_message_bytes: _builtins.int

@@ -91,6 +91,11 @@ class BlockPool:
         return torch.empty(self.num_blocks, self.block_size, *sizes, dtype=self.dtype, device=self.device)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the longest text that surely fits: a block is kept to copy a shared one to."""
+        return max(1, self.num_blocks - 1) * self.block_size
+
+    @property
     def num_used(self) -> int:
         """Blocks that some KV holds."""
         with self._lock:
@@ -124,11 +129,7 @@ class BlockPool:
         Raises OverloadedError, with nothing changed.
         """
         needed = sum(count for _, count in wanted)
-        room = self.num_free + len(self._evictable)
-        while needed > room and (resting := next(iter(self._resting.values()), None)):
-            self.wake(resting)
-            resting.truncate(0)
-            room = self.num_free + len(self._evictable)
+        room = self._make_room(needed)
         if needed > room:
             raise OverloadedError(
                 f"{needed} blocks of KV are needed, but {room} of {self.num_blocks} are free or evictable; "
@@ -140,6 +141,17 @@ class BlockPool:
         if needed:
             self.clear([block for run in runs for block in run])
         return runs
+
+    def _make_room(self, needed: int) -> int:
+        """Blocks that can be taken, when there may be enough of them with those of KVs that rest."""
+        room = self.num_free + len(self._evictable)
+        if needed > room + sum(len(kv.table) for kv in self._resting.values()):
+            return room
+        while needed > room and (resting := next(iter(self._resting.values()), None)):
+            self.wake(resting)
+            resting.truncate(0)
+            room = self.num_free + len(self._evictable)
+        return room
 
     def _take_run(self, last: int | None, count: int) -> list[int]:
         run = []

@@ -23,12 +23,23 @@ class Feed:
     parents: empty for a chain. Else token_ids[0] is the root of a tree, the last committed token, and
     parents[i] is the index in token_ids of the parent of token_ids[i + 1]: for draft tokens that is the
     parent's index plus one, and 0 for children of the root, as in ProposalBody.
+    num_following: tokens that later passes feed behind these. The first one takes room for all, so that a
+    text waits for room without holding any.
     """
 
     kv: KV
     token_ids: Sequence[int]
     num_rows: int
     parents: Sequence[int] = field(default=())
+    num_following: int = field(default=0, kw_only=True)
+
+    #: Whether the KV's tokens alone make it again, should it have given its blocks back.
+    can_be_fed_again = True
+
+    @property
+    def end(self) -> int:
+        """Tokens that the KV holds once these and those that follow are fed."""
+        return self.kv.length + len(self.token_ids) + self.num_following
 
     def depths(self) -> list[int]:
         """Distance of each token from the first."""
@@ -41,9 +52,9 @@ class Feed:
 
     def cut(self, count: int) -> tuple[Feed, Feed]:
         """Of a chain the first `count` tokens, which give no logits, and the rest."""
-        return replace(self, token_ids=self.token_ids[:count], num_rows=0), replace(
-            self, token_ids=self.token_ids[count:]
-        )
+        rest = replace(self, token_ids=self.token_ids[count:])
+        following = len(rest.token_ids) + self.num_following
+        return replace(self, token_ids=self.token_ids[:count], num_rows=0, num_following=following), rest
 
     def check(self, vocabulary_size: int, max_context: int) -> None:
         """Raise ValueError unless the feed makes sense."""
@@ -57,8 +68,9 @@ class Feed:
         if min(ids) < 0 or max(ids) >= vocabulary_size:
             wrong = next(token for token in ids if not 0 <= token < vocabulary_size)
             raise ValueError(f"token id {wrong} is outside the vocabulary of {vocabulary_size}")
-        if held + len(ids) > max_context:
-            raise ValueError(f"{len(ids)} tokens on top of {held} don't fit the context of {max_context}")
+        if self.end > max_context:
+            added = self.end - held
+            raise ValueError(f"{added} tokens on top of {held} don't fit the context of {max_context}")
         if self.kv.num_tree_tokens:
             raise ValueError("the KV ends in a tree: choose a path of it before more is fed")
         if self.parents and len(self.parents) != len(ids) - 1:
@@ -83,8 +95,7 @@ class Reservation:
             feed.kv.length % size != 0 and pool.shared(feed.kv.table[feed.kv.length // size])
             for feed in feeds
         ]
-        ends = [-(-(feed.kv.length + len(feed.token_ids)) // size) for feed in feeds]
-        missing = [end - len(feed.kv.table) for end, feed in zip(ends, feeds, strict=True)]
+        missing = [max(0, -(-feed.end // size) - len(feed.kv.table)) for feed in feeds]
         self._new = pool.allocate(
             [
                 (feed.kv.table[-1 - copy] if len(feed.kv.table) > copy else None, more + copy)
@@ -95,8 +106,10 @@ class Reservation:
         for feed, copy, new in zip(feeds, copied, self._new, strict=True):
             table = list(feed.kv.table)
             if copy:
-                pool.copy_block(table.pop(), new[0])
-            self.tables.append(table + new)
+                written = feed.kv.length // size
+                pool.copy_block(table[written], new[0])
+                table[written] = new[0]
+            self.tables.append(table + new[copy:])
 
     def undo(self) -> None:
         """The pass has failed: every KV is as before."""

@@ -13,7 +13,8 @@ from splitspec.engine.blocks import BlockPool, block_key, tenant_key
 class KV:
     """Keys and values of a session's tokens, in blocks of a pool that only its table leads to.
 
-    Rows behind `length` are stale and get overwritten. The blocks go back to the pool with `free`, or
+    Rows behind `length` are stale and get overwritten; the table may reach further, for a text that is being
+    fed. The blocks go back to the pool with `free`, or
     when nobody refers to the KV any more, from whatever thread.
     """
 
@@ -58,9 +59,9 @@ class KV:
         if self.num_tree_tokens:
             raise ValueError("the KV ends in a tree: choose a path of it before it is forked")
         copy = KV(self._pool)
-        for block in self.table:
+        copy.table.extend(self.table[: -(-self.length // self._pool.block_size)])
+        for block in copy.table:
             self._pool.hold(block)
-        copy.table.extend(self.table)
         copy.token_ids.extend(self.token_ids)
         copy._keys[:] = self._keys
         return copy

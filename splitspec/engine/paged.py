@@ -20,6 +20,9 @@ class PagedLM(ABC):
     """A language model whose sessions' KV lies in the blocks of a pool. One thread runs all passes."""
 
     def __init__(self, info: common_pb2.ModelInfo, pool: BlockPool) -> None:
+        """info.max_context: the model's own; it becomes what the pool has room for when that is less."""
+        info.kv_tokens = pool.num_tokens
+        info.max_context = min(info.max_context, info.kv_tokens)
         self.info = info
         self.pool = pool
 

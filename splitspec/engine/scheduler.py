@@ -84,7 +84,9 @@ class Timer:
 class _Job:
     """since: when its wait began, for the thread or for a pass. starved_since: when the pool had no room.
 
-    wanted: the pass that it waits for, less what of a long feed was fed already.
+    wanted: the pass that it waits for, less what of a long feed was fed already. held: the tokens of its KV
+    when its wait for room began. While it waits others may take the KV's blocks; then the tokens that are
+    gone are fed again first.
     """
 
     steps: Steps[Any]
@@ -94,6 +96,7 @@ class _Job:
     since: float = field(default_factory=time.perf_counter)
     starved_since: float | None = None
     wanted: Pass | None = None
+    held: list[int] = field(default_factory=list)
 
     @property
     def left(self) -> bool:
@@ -108,7 +111,9 @@ class _Job:
     @property
     def feed(self) -> Feed:
         assert self.wanted is not None
-        return self.wanted.feed
+        feed = self.wanted.feed
+        lost = self.held[feed.kv.length :]
+        return Feed(feed.kv, lost, 0, num_following=len(feed.token_ids)) if lost else feed
 
     @property
     def is_prompt(self) -> bool:
@@ -130,17 +135,36 @@ class _Job:
 
     def fed(self, piece: Feed) -> bool:
         """A piece was fed; whether it was the last."""
-        if piece is self.feed:
+        assert self.wanted is not None
+        if piece.kv.length <= len(self.held):
+            return False
+        self.held = []
+        if piece is self.wanted.feed:
             return True
-        self.wanted = Pass(self.model, self.feed.cut(len(piece.token_ids))[1])
+        self.wanted = Pass(self.model, self.wanted.feed.cut(len(piece.token_ids))[1])
         return False
+
+    def wait_for_room(self, now: float) -> None:
+        """Until it is tried again, others may take what its KV holds."""
+        assert self.wanted is not None
+        feed = self.wanted.feed
+        self.starved_since = self.starved_since or now
+        if feed.can_be_fed_again:
+            self.held = self.held or list(feed.kv.token_ids)
+            feed.kv.rest()
+
+    def wake(self) -> None:
+        """Others may take nothing any more."""
+        if self.wanted is not None and self.starved_since is not None:
+            self.wanted.feed.kv.wake()
 
 
 class Scheduler:
     """Runs jobs on a thread of its own.
 
     max_positions: of all sessions together in one pass; a longer prompt is fed in pieces. full_wait_s: how
-    long a job waits for room in a full pool of KV before its OverloadedError is raised.
+    long a job waits for room in a full pool of KV before its OverloadedError is raised. One that waits keeps
+    nothing from others: it takes room for a whole prompt or none, and what its KV held is theirs to take.
     """
 
     def __init__(self, *, max_positions: int, full_wait_s: float = 5.0) -> None:
@@ -184,6 +208,7 @@ class Scheduler:
             if len(starved) < len(self._ready):
                 self._pass(self._choose())
             for job in starved:  # by itself: whether there is room is seen before anything runs
+                job.wake()
                 self._pass([(job, job.piece)])
             if starved and len(starved) == len(self._ready):
                 time.sleep(0.001)
@@ -206,6 +231,7 @@ class Scheduler:
     def _drop_left(self) -> None:
         for job in [job for job in self._ready if job.left]:
             self._ready.remove(job)
+            job.wake()
             job.steps.close()
             _on_loop(job.future, job.future.cancel)
 
@@ -263,8 +289,8 @@ class Scheduler:
         """Without room the job waits for others to end; otherwise it gets the error where it asked."""
         if isinstance(error, OverloadedError):
             now = time.perf_counter()
-            job.starved_since = job.starved_since or now
-            if now - job.starved_since < self._full_wait_s:
+            if now - (job.starved_since or now) < self._full_wait_s:
+                job.wait_for_room(now)
                 return
         self._ready.remove(job)
         self._advance(job, error)

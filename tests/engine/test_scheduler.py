@@ -22,6 +22,13 @@ class Named:
 
     def __init__(self, name: str) -> None:
         self.name, self.length = name, 0
+        self.token_ids: list[int] = []
+
+    def rest(self) -> None:
+        """Nothing is taken from it."""
+
+    def wake(self) -> None:
+        """Nothing was taken from it."""
 
 
 def feed(name: str, num_positions: int = 1, num_rows: int = 1) -> Feed:

@@ -1,4 +1,7 @@
-"""Pools too small for all sessions: idle ones give way and come back, running ones wait, then are told."""
+"""Pools too small for all sessions: idle ones give way and come back, running ones wait, then are told.
+
+What could never fit is refused at once.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,14 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from protos.v1 import common_pb2, target_pb2_grpc
+from protos.v1 import common_pb2, target_pb2, target_pb2_grpc
+from splitspec.cli.process import ServerProcess
 from splitspec.cli.stack import Stack
 from splitspec.client import AsyncClient, GenerateOptions, Result
 from splitspec.engine.paged import BLOCK_SIZE
-from splitspec.errors import OverloadedError
+from splitspec.errors import InvalidRequestError, OverloadedError
 from splitspec.tokens import TokenLog
+from splitspec.types import FinishReason
 from tests.integration.conftest import draft_load, settle_empty, target_load, tiny_stack
 from tests.integration.raw import Stream
 from tests.waiting import until
@@ -113,4 +118,74 @@ async def test_a_client_is_told_when_to_come_again(small: Stack) -> None:
             # What fits is served.
             assert len((await client.generate(text(8, 30), **OPTIONS).result()).tokens) == 20
         assert len((await client.generate(text(7, 300), **OPTIONS).result()).tokens) == 20
+    await settle_empty(small)
+
+
+async def limit(client: AsyncClient) -> int:
+    return (await client.describe()).limits.max_context
+
+
+async def test_what_can_never_fit_is_refused_by_the_limit_that_is_told(small: Stack) -> None:
+    async with AsyncClient(small.address) as client:
+        most = await limit(client)
+        assert most < room(await target_load(small)) < 1000
+        expected = (
+            rf"prompt is '{most} tokens', expected at most {most - 1}, as the target worker's KV "
+            rf"\(its kv_memory_mib\) has room for {most} tokens"
+        )
+        with pytest.raises(InvalidRequestError, match=expected):
+            await client.generate(text(9, most), **OPTIONS).result()
+        options: GenerateOptions = {**OPTIONS, "session_id": "grows"}
+        first = await client.generate(text(9, most - 100), **options).result()
+        with pytest.raises(InvalidRequestError, match=f"'{most - 100 + 20 + 90} tokens'"):
+            await client.generate(text(10, 90), **options).result()
+        assert len((await client.generate(text(10, 30), **options).result()).tokens) == 20
+        assert await client.close_session("grows")
+        # What is longer with its output ends where the room ends.
+        whole = [*text(9, most - 100), *first.token_ids]
+        cut = await client.generate(whole, temperature=0, ignore_eos=True).result()
+        assert (cut.finished.reason, len(cut.tokens)) == (FinishReason.CONTEXT_LIMIT, most - len(whole))
+        assert cut.finished.acceptance.num_accepted_draft_tokens > 10
+    await settle_empty(small)
+
+
+async def test_a_request_goes_where_it_fits(small: Stack, tiny: Stack, tmp_path: Path) -> None:
+    """To the target worker whose KV has room for all of it; without drafts where theirs has none."""
+    arguments = [f"--model={small._model}", "--dtype=float32", f"--redis-url={small.redis_url}"]
+    service = target_pb2.DESCRIPTOR.services_by_name["TargetWorkerService"].full_name
+    large = ServerProcess(
+        "large target worker", "target_worker", service, [*arguments, "--kv-memory-mib=4"], tmp_path
+    )
+    turns = [text(11, 300), text(12, 400)]
+
+    async def talk(client: AsyncClient) -> list[Result]:
+        options: GenerateOptions = {**OPTIONS, "session_id": "moves"}
+        results = [await client.generate(turn, **options).result() for turn in turns]
+        assert await client.close_session("moves")
+        return results
+
+    async with AsyncClient(small.address) as client, AsyncClient(tiny.address) as roomy:
+        least = await limit(client)
+        await large.start()
+        try:
+
+            async def joined() -> bool:
+                return await limit(client) > least
+
+            await settle(joined, limit_s=10)
+            assert await limit(client) > 1500
+            long = await client.generate(text(13, 1500), **OPTIONS).result()
+            moved = await talk(client)
+        finally:
+            await large.stop()
+        expected = await roomy.generate(text(13, 1500), **OPTIONS).result()
+        assert long.token_ids == expected.token_ids
+        # The draft worker's pool can't hold it: nothing is drafted, and nothing waits for that.
+        assert long.finished.acceptance.num_draft_tokens == 0
+        assert expected.finished.acceptance.num_draft_tokens > 0
+        undisturbed = await talk(roomy)
+        assert [result.token_ids for result in moved] == [result.token_ids for result in undisturbed]
+        assert await limit(client) == least
+        with pytest.raises(InvalidRequestError, match=f"expected at most {least - 1}"):
+            await client.generate(text(13, 1500), **OPTIONS).result()
     await settle_empty(small)
