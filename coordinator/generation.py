@@ -34,6 +34,7 @@ from splitspec.errors import (
 )
 from splitspec.registry import WorkerHandle
 from splitspec.telemetry import names
+from splitspec.tokens import TokenLog
 from splitspec.types import Drawing, Mode, Output
 
 log = structlog.get_logger()
@@ -112,7 +113,7 @@ class Generation:
         if room < 1:
             expected = f"at most {host.max_context - 1}, as {host.limit}"
             raise InvalidRequestError.of("prompt", f"{length} tokens", expected)
-        owned.put(prompt.start, prompt.token_ids)
+        await asyncio.to_thread(owned.put, prompt.start, prompt.token_ids)
         return Note(
             request.request_id,
             request.digest,
@@ -126,17 +127,9 @@ class Generation:
 
     async def _generate(self, owned: Ownership, note: Note, links: contextlib.AsyncExitStack) -> None:
         """Say again what an earlier attempt has said, and go on behind it."""
-        stopper = Stopper(
-            self.request.stop,
-            self.codec.detokenizer(owned.session.tokens[: note.prompt_end]),
-            eos_token_ids=frozenset(note.eos_token_ids),
-            max_tokens=self._max_tokens,
-            room=note.room,
-            special_stops=self.codec.special_stops(self.request.stop.stop_strings),
-        )
+        # Beside the loop: many stop strings take milliseconds, and so do many tokens.
+        stopper, last = await asyncio.to_thread(self._stopper, owned.session.tokens, note)
         delivery = self._delivery(owned, note, links)
-        done = owned.session.tokens[note.prompt_end :]
-        last = stopper.push(done) if done else None
         finished = note.last_message
         if last is not None and last.finish is not None:
             await self._send_started(owned, note, finished.usage.cached_tokens if finished else 0)
@@ -147,6 +140,19 @@ class Generation:
         self.stats.finish(finished)
         owned.note = replace(note, finished=encode_finished(finished)).encode()
         await self.send(coordinator_pb2.GenerateResponse(finished=finished))
+
+    def _stopper(self, tokens: TokenLog, note: Note) -> tuple[Stopper, Emission | None]:
+        """What finds the output's end, and what of it an earlier attempt has found."""
+        stopper = Stopper(
+            self.request.stop,
+            self.codec.detokenizer(tokens[: note.prompt_end]),
+            eos_token_ids=frozenset(note.eos_token_ids),
+            max_tokens=self._max_tokens,
+            room=note.room,
+            special_stops=self.codec.special_stops(self.request.stop.stop_strings),
+        )
+        done = tokens[note.prompt_end :]
+        return stopper, stopper.push(done) if done else None
 
     async def _go_on(
         self,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """The automaton, made once for a request. Node 0 is the empty text; each other one begins a stop string."""
+    """The automaton of one request. Node 0 is the empty text; each other one begins a stop string."""
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
         """stop_strings: none of them empty."""
@@ -65,7 +65,7 @@ class StopStrings:
 
     def undecided(self, node: int) -> int:
         """Characters at the end of a node's text that may yet become a stop string."""
-        while not self._goes_on[node]:
+        while node and not self._goes_on[node]:
             node = self._shorter[node]
         return self._depth[node]
 
@@ -81,8 +81,8 @@ class Scanner:
     def push(self, text: str, *, matching: bool) -> tuple[str, str]:
         """The text that is released and the stop string that follows it, if any is looked for.
 
-        Of several that are complete with this piece the one that begins first, then the longest. Not matching:
-        one that is complete in this piece doesn't count, but one may begin in it.
+        Of several that are complete with this piece the one that begins first, then the longest. Not
+        matching: one that is complete in this piece doesn't count, but one may begin in it.
         """
         buffer = self._held + text
         found: list[tuple[int, int, str]] = []

@@ -130,7 +130,7 @@ class Owner:
             tenant,
             session_id,
             record.epoch,
-            TokenLog(record.token_ids),
+            await asyncio.to_thread(TokenLog, record.token_ids),
             record.round_number,
             record.revision,
         )

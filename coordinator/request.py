@@ -11,6 +11,14 @@ from coordinator.text import Message, Prompt, TextCodec
 from protos.v1 import coordinator_pb2
 from splitspec.config import CoordinatorSettings
 from splitspec.errors import InvalidRequestError
+from splitspec.limits import (
+    MAX_MESSAGES,
+    MAX_NAME_BYTES,
+    MAX_PROMPT_BYTES,
+    check_bytes,
+    check_count,
+    check_names,
+)
 from splitspec.types import MAX_NUM_DRAFT_TOKENS, Mode, Rule, Sampling, Stop
 
 #: Begins the ids of sessions that belong to one request.
@@ -95,6 +103,7 @@ class Request:
         cls, message: coordinator_pb2.GenerateRequest, settings: CoordinatorSettings, codec: TextCodec
     ) -> Request:
         """Raises InvalidRequestError for the first field that is wrong."""
+        _check_sizes(message)
         sampling = Sampling.from_proto(message.sampling)
         requested = _requested_rule(message.speculation.rule, sampling)
         rule = _rule(requested, sampling)
@@ -142,6 +151,22 @@ class Request:
             token_ids=tuple(message.token_ids.ids),
             messages=tuple(message.chat.messages),
         )
+
+
+def _check_sizes(message: coordinator_pb2.GenerateRequest) -> None:
+    """Refuse what is too long before anything is made of it; Sampling and Stop do so for their own."""
+    check_names(
+        request_id=message.request_id,
+        session_id=message.session_id,
+        tenant=message.tenant,
+        speculation__drafter=message.speculation.drafter,
+    )
+    check_bytes("text", message.text, MAX_PROMPT_BYTES)
+    messages = message.chat.messages
+    check_count("chat.messages", messages, MAX_MESSAGES)
+    for index, each in enumerate(messages):
+        check_bytes(f"chat.messages[{index}].role", each.role, MAX_NAME_BYTES)
+    check_bytes("chat.messages", (each.content for each in messages), MAX_PROMPT_BYTES)
 
 
 def _requested_rule(value: int, sampling: Sampling) -> Rule | None:

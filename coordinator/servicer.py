@@ -14,11 +14,13 @@ from coordinator.stats import following
 from coordinator.text import TextCodec
 from coordinator.workers import WorkerPool
 from protos.v1 import coordinator_pb2, coordinator_pb2_grpc
+from splitspec import limits
 from splitspec.config import CoordinatorSettings
 from splitspec.errors import InvalidRequestError, OverloadedError, UnavailableError
+from splitspec.limits import check_names
 from splitspec.registry import Registry
 from splitspec.telemetry import Telemetry, names
-from splitspec.types import MAX_MESSAGE_BYTES, MAX_NUM_DRAFT_TOKENS, PROTOCOL_VERSION, Rule
+from splitspec.types import MAX_LOGPROBS, MAX_MESSAGE_BYTES, MAX_NUM_DRAFT_TOKENS, PROTOCOL_VERSION, Rule
 
 
 class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
@@ -89,6 +91,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
             coordinator_pb2.CloseSessionRequest, coordinator_pb2.CloseSessionResponse
         ],
     ) -> coordinator_pb2.CloseSessionResponse:
+        check_names(session_id=request.session_id, tenant=request.tenant)
         if not request.session_id:
             raise InvalidRequestError.of("session_id", "", "the id of a session")
         record = await self._registry.delete_session(request.tenant, request.session_id)
@@ -112,6 +115,16 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 max_num_draft_tokens=MAX_NUM_DRAFT_TOKENS,
                 max_message_bytes=MAX_MESSAGE_BYTES,
                 max_tokens=self._settings.max_tokens,
+                max_name_bytes=limits.MAX_NAME_BYTES,
+                max_prompt_bytes=limits.MAX_PROMPT_BYTES,
+                max_messages=limits.MAX_MESSAGES,
+                max_stop_strings=limits.MAX_STOP_STRINGS,
+                max_stop_string_bytes=limits.MAX_STOP_STRING_BYTES,
+                max_stop_strings_bytes=limits.MAX_STOP_STRINGS_BYTES,
+                max_stop_token_ids=limits.MAX_STOP_TOKEN_IDS,
+                max_logit_bias=limits.MAX_LOGIT_BIAS,
+                max_restricted_token_ids=limits.MAX_RESTRICTED_TOKEN_IDS,
+                max_logprobs=MAX_LOGPROBS,
             ),
             default_drafter=await self._workers.default_drafter(),
             default_num_draft_tokens=self._settings.num_draft_tokens or 0,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from coordinator.matching import Scanner, StopStrings
 from splitspec.types import FinishReason, Stop
 
 
@@ -68,7 +69,7 @@ class Stopper:
         self._eos_token_ids = frozenset() if stop.ignore_eos else eos_token_ids
         self._stop_token_ids = stop.stop_token_ids
         self._special_stops = special_stops or {}
-        self._scanner = _Scanner(stop.stop_strings)
+        self._scanner = Scanner(StopStrings(stop.stop_strings))
         self._detokenizer = detokenizer
         self._max_tokens = max_tokens
         self._room = room
@@ -136,45 +137,3 @@ class Stopper:
         if self._num_tokens == self._max_tokens:
             return FinishReason.MAX_TOKENS
         return FinishReason.CONTEXT_LIMIT if self._num_tokens == self._room else None
-
-
-class _Scanner:
-    """Looks for stop strings in text that comes in pieces."""
-
-    def __init__(self, stop_strings: tuple[str, ...]) -> None:
-        self._stop_strings = stop_strings
-        self._longest = max(map(len, stop_strings), default=0)
-        self._held = ""
-        self._ignored = 0  # characters of it that a match may begin in, but not end
-
-    def push(self, text: str, *, matching: bool) -> tuple[str, str]:
-        """The text that is released and the stop string that follows it, if any is looked for.
-
-        Of several the one that begins first, then the longest.
-        """
-        buffer = self._held + text
-        starts = [
-            (buffer.find(stop, max(0, self._ignored - len(stop) + 1)), -len(stop), stop)
-            for stop in self._stop_strings
-        ]
-        found = [match for match in starts if match[0] >= 0]
-        if matching and found:
-            start, _, matched = min(found)
-            self._held = ""
-            return buffer[:start], matched
-        start = self._undecided(buffer)
-        self._ignored = max(0, self._ignored - start) if matching else len(buffer) - start
-        self._held = buffer[start:]
-        return buffer[:start], ""
-
-    def flush(self) -> str:
-        """The text that was held back."""
-        held, self._held = self._held, ""
-        return held
-
-    def _undecided(self, buffer: str) -> int:
-        """Where the longest end of the buffer starts that is the beginning of a stop string."""
-        for start in range(max(0, len(buffer) - self._longest + 1), len(buffer)):
-            if any(stop.startswith(buffer[start:]) for stop in self._stop_strings):
-                return start
-        return len(buffer)

@@ -9,8 +9,16 @@ from draft_worker.servicer import DraftWorker
 from protos.v1 import draft_pb2, draft_pb2_grpc
 from splitspec.config import DraftSettings
 from splitspec.errors import ConfigError
-from splitspec.process import registered, run_process, serve_until_signal, telemetry, unique_id
-from splitspec.registry import Registry, WorkerEntry
+from splitspec.process import (
+    connect_registry,
+    registered,
+    run_process,
+    serve_until_signal,
+    telemetry,
+    unique_id,
+    waiting_for,
+)
+from splitspec.registry import WorkerEntry
 from splitspec.serving import Server
 from splitspec.telemetry import Telemetry
 
@@ -29,9 +37,12 @@ async def serve(settings: DraftSettings, worker_id: str, telemetry: Telemetry) -
         import torch
 
         torch.set_num_threads(settings.threads)
-    registry = await Registry.connect(settings.redis_url)
+    registry = await connect_registry(settings)
     loading = Loading(settings.dtype, settings.device, settings.kv_memory_bytes, settings.attention)
-    drafters = [build_drafter(DrafterSpec.parse(text), loading) for text in settings.drafters]
+    drafters = []
+    for text in settings.drafters:
+        with waiting_for(f"the drafter {text} to load"):
+            drafters.append(build_drafter(DrafterSpec.parse(text), loading))
     names = [drafter.info.name for drafter in drafters]
     if len(set(names)) < len(names):
         raise ConfigError(

@@ -17,6 +17,7 @@ from splitspec.engine.scheduler import Scheduler, Steps, Timer
 from splitspec.errors import InvalidRequestError, NotFoundError, OutOfSyncError
 from splitspec.features import FeatureFormat
 from splitspec.handles import HandleStore
+from splitspec.limits import check_names
 from splitspec.telemetry import Telemetry, names
 from splitspec.telemetry.worker import Watch, Work
 from splitspec.tokens import TokenLog
@@ -124,7 +125,8 @@ class DraftWorker(draft_pb2_grpc.DraftWorkerServiceServicer):
         )
 
     def drafter(self, name: str) -> Drafter:
-        """The drafter that a session names."""
+        """The drafter that a session names. Raises InvalidRequestError, NotFoundError."""
+        check_names(open__drafter=name)
         try:
             return self.drafters[name]
         except KeyError:

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from protos.v1 import common_pb2
 from splitspec.errors import InvalidRequestError, NotFoundError, OutOfSyncError, OverloadedError, StaleError
+from splitspec.limits import MAX_TEXT_TOKENS
 from splitspec.tokens import TokenLog
 
 T = TypeVar("T")
@@ -200,6 +201,10 @@ def offered_tokens(
 
     Raises InvalidRequestError for ids outside the vocabulary or lengths that don't add up.
     """
+    if stamp.base_length > MAX_TEXT_TOKENS:
+        raise InvalidRequestError.of(
+            "stamp.base_length", stamp.base_length, f"at most {MAX_TEXT_TOKENS} tokens"
+        )
     if message.start + len(message.token_ids) != stamp.base_length:
         raise InvalidRequestError.of(
             "open.token_ids",

@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import logging
 import sys
+import threading
+import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import structlog
 
 from splitspec.addresses import joined
-from splitspec.config import ServerSettings, load_settings
+from splitspec.config import ServerSettings, load_settings, redacted
 from splitspec.errors import SplitspecError
 from splitspec.registry import Registry, WorkerEntry
 from splitspec.serving import Server, wait_for_signal
@@ -37,6 +39,34 @@ def run_process(settings_class: type[S], main: Callable[[S], Coroutine[Any, Any,
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
     sys.exit(0)
+
+
+@contextlib.contextmanager
+def waiting_for(what: str, every_s: float = 10.0) -> Iterator[None]:
+    """Log what the process waits for while the block runs: at once, and again every so many seconds.
+
+    By a thread of its own, since what loads a model holds up the loop.
+    """
+    begun, over = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        while not over.wait(every_s):
+            log.info("still waiting", waiting_for=what, seconds=round(time.monotonic() - begun))
+
+    log.info("waiting", waiting_for=what)
+    telling = threading.Thread(target=tell, name="waiting", daemon=True)
+    telling.start()
+    try:
+        yield
+    finally:
+        over.set()
+        telling.join()
+
+
+async def connect_registry(settings: ServerSettings) -> Registry:
+    """Raises what Registry.connect does."""
+    with waiting_for(f"Redis at {redacted(settings.redis_url)}"):
+        return await Registry.connect(settings.redis_url)
 
 
 def unique_id(role: str) -> str:

@@ -8,6 +8,7 @@ the same length; it is no defence against an attacker, and needn't be: both side
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import TypeVar
 
 _OFFSET = 0xCBF29CE484222325
@@ -58,11 +59,9 @@ class TokenLog(Sequence[int]):
         return self._ids[index]
 
     def extend(self, ids: Iterable[int]) -> None:
-        value = self._hashes[-1]
-        for token in ids:
-            value = _next_hash(value, token)
-            self._ids.append(token)
-            self._hashes.append(value)
+        new = list(ids)
+        self._ids.extend(new)
+        self._hashes.extend(accumulate(new, _next_hash, initial=self._hashes.pop()))
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens. Raises ValueError when there are fewer."""

@@ -10,6 +10,17 @@ from typing import Any
 
 from protos.v1 import common_pb2, coordinator_pb2
 from splitspec.errors import InvalidRequestError
+from splitspec.limits import (
+    MAX_ENDING_TOKEN_IDS,
+    MAX_LOGIT_BIAS,
+    MAX_RESTRICTED_TOKEN_IDS,
+    MAX_STOP_STRING_BYTES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_STRINGS_BYTES,
+    MAX_STOP_TOKEN_IDS,
+    check_bytes,
+    check_count,
+)
 
 #: Raised with any change of the protocol that an older peer can't follow.
 PROTOCOL_VERSION = 1
@@ -132,6 +143,12 @@ class Sampling:
 
     @classmethod
     def from_proto(cls, message: common_pb2.SamplingParams) -> Sampling:
+        """Raises InvalidRequestError for the first field that is wrong."""
+        # Before anything is made of them.
+        check_count("sampling.logit_bias", message.logit_bias, MAX_LOGIT_BIAS)
+        check_count("sampling.allowed_token_ids", message.allowed_token_ids, MAX_RESTRICTED_TOKEN_IDS)
+        check_count("sampling.banned_token_ids", message.banned_token_ids, MAX_RESTRICTED_TOKEN_IDS)
+
         def given(name: str, default: Any) -> Any:
             return getattr(message, name) if message.HasField(name) else default  # type: ignore[arg-type]
 
@@ -185,6 +202,7 @@ class Output:
 
     @classmethod
     def from_proto(cls, message: common_pb2.Output) -> Output:
+        check_count("output.ending_token_ids", message.ending_token_ids, MAX_ENDING_TOKEN_IDS)
         return cls(message.start, message.min_tokens, frozenset(message.ending_token_ids))
 
     def to_proto(self) -> common_pb2.Output:
@@ -231,7 +249,8 @@ class Drawing:
                 raise InvalidRequestError.of(f"sampling.{name}", min(wrong), f"ids below {size}")
         early = self.output.ending_token_ids if self.output.min_tokens else frozenset()
         banned = sampling.banned_token_ids | early
-        if not (sampling.allowed_token_ids or frozenset(range(size))) - banned:
+        allowed = sampling.allowed_token_ids
+        if allowed <= banned if allowed else sum(token < size for token in banned) == size:
             raise InvalidRequestError.of(
                 "sampling.allowed_token_ids",
                 sorted(sampling.allowed_token_ids),
@@ -260,6 +279,12 @@ class Stop:
 
     @classmethod
     def from_proto(cls, message: coordinator_pb2.StopConditions) -> Stop:
+        """Raises InvalidRequestError for the first field that is wrong."""
+        check_count("stop.stop_token_ids", message.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        check_count("stop.stop_strings", message.stop_strings, MAX_STOP_STRINGS)
+        for index, stop_string in enumerate(message.stop_strings):
+            check_bytes(f"stop.stop_strings[{index}]", stop_string, MAX_STOP_STRING_BYTES)
+        check_bytes("stop.stop_strings", message.stop_strings, MAX_STOP_STRINGS_BYTES)
         return cls(
             max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
             stop_token_ids=frozenset(message.stop_token_ids),

@@ -17,7 +17,8 @@ from google.protobuf.message import DecodeError
 
 from protos.v1 import common_pb2
 from splitspec.errors import InvalidRequestError
-from splitspec.types import Drawing
+from splitspec.limits import check_count
+from splitspec.types import MAX_NUM_DRAFT_TOKENS, Drawing
 
 _MAX_WEIGHT = 65535
 
@@ -178,6 +179,8 @@ class Draft:
             message = common_pb2.ProposalBody.FromString(body)
         except DecodeError as error:
             raise InvalidRequestError.of("proposal.body", body[:16], "a serialised ProposalBody") from error
+        for field in ("token_ids", "parents"):
+            check_count(f"proposal.{field}", getattr(message, field), MAX_NUM_DRAFT_TOKENS)
         tokens, parents = tuple(message.token_ids), tuple(message.parents)
         for token in tokens:
             if token >= vocabulary_size:

@@ -11,6 +11,7 @@ from protos.v1 import common_pb2
 from splitspec.engine.scheduler import Scheduler, Steps, Timer
 from splitspec.errors import InvalidRequestError
 from splitspec.handles import HandleStore, offered_tokens
+from splitspec.limits import MAX_FEATURE_LAYERS, check_count, check_names
 from splitspec.serving import EOF
 from splitspec.telemetry.worker import Watch, Work
 from splitspec.tokens import TokenLog
@@ -30,7 +31,15 @@ class WorkerSession(abc.ABC, Generic[S]):
         request: Any,
         new_state: Callable[[], S],
     ) -> None:
-        """request: the stream's first message. Raises what `HandleStore.attach` does."""
+        """request: the stream's first message. Raises what `HandleStore.attach` does, and InvalidRequestError
+        for names that are too long.
+        """
+        opening = request.open
+        check_names(
+            stamp__session_id=request.stamp.session_id,
+            open__handle=opening.handle,
+            open__tenant=opening.tenant,
+        )
         self.held = handles.attach(request.stamp, request.open.handle, request.open.tenant, new_state)
         self.opened = False
         self._handles = handles
@@ -74,8 +83,12 @@ class WorkerSession(abc.ABC, Generic[S]):
         held.check_epoch(request.stamp)
         if self.opened:
             return self._opened(len(held.tokens), timer)
+        check_count("open.features.layers", request.open.features.layers, MAX_FEATURE_LAYERS)
         self.prepare(request)
-        offered = offered_tokens(held.tokens, request.stamp, request.open, self.vocabulary_size)
+        # Beside the loop: a long text takes tens of milliseconds to hash.
+        offered = await asyncio.to_thread(
+            offered_tokens, held.tokens, request.stamp, request.open, self.vocabulary_size
+        )
         if not offered.complete:
             held.tokens = offered.tokens
             return self._opened(0, timer)

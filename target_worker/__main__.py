@@ -15,10 +15,18 @@ from protos.v1 import target_pb2, target_pb2_grpc
 from splitspec.config import TargetSettings
 from splitspec.engine.backends import load_model
 from splitspec.engine.paged import PagedLM
-from splitspec.engine.parallel import Ranks, join_ranks
+from splitspec.engine.parallel import Ranks, in_ranks, join_ranks
 from splitspec.models import resolve_model
-from splitspec.process import registered, run_process, serve_until_signal, telemetry, unique_id
-from splitspec.registry import Registry, WorkerEntry
+from splitspec.process import (
+    connect_registry,
+    registered,
+    run_process,
+    serve_until_signal,
+    telemetry,
+    unique_id,
+    waiting_for,
+)
+from splitspec.registry import WorkerEntry
 from splitspec.serving import Server
 from splitspec.telemetry import Telemetry
 from target_worker.servicer import TargetWorker
@@ -30,7 +38,8 @@ SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetWorkerService"].full_nam
 async def main(settings: TargetSettings) -> None:
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    ranks = join_ranks(settings.device)
+    with waiting_for("the other ranks") if in_ranks() else contextlib.nullcontext():
+        ranks = join_ranks(settings.device)
     if ranks is not None and not ranks.is_first:
         follow(settings, ranks)
         return
@@ -67,8 +76,9 @@ def load(settings: TargetSettings, ranks: Ranks | None) -> PagedLM:
 
 
 async def serve(settings: TargetSettings, ranks: Ranks | None, worker_id: str, telemetry: Telemetry) -> None:
-    registry = await Registry.connect(settings.redis_url)
-    model = load(settings, ranks)
+    registry = await connect_registry(settings)
+    with waiting_for(f"the model {settings.model} to load"):
+        model = load(settings, ranks)
     log.info(
         "model loaded",
         model=settings.model,

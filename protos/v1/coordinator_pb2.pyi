@@ -773,6 +773,16 @@ class RequestLimits(_message.Message):
     MAX_NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_NAME_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_PROMPT_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_MESSAGES_FIELD_NUMBER: _builtins.int
+    MAX_STOP_STRINGS_FIELD_NUMBER: _builtins.int
+    MAX_STOP_STRING_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_STOP_STRINGS_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MAX_LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    MAX_RESTRICTED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MAX_LOGPROBS_FIELD_NUMBER: _builtins.int
     max_context: _builtins.int
     """Longest context, prompt and output together, in tokens: that of the target worker that can hold the most,
     whose KV may have room for less than the model's own. A longer prompt is refused, and an output ends there.
@@ -783,6 +793,26 @@ class RequestLimits(_message.Message):
     """Largest message in bytes, in either direction."""
     max_tokens: _builtins.int
     """Most tokens that one request may generate."""
+    max_name_bytes: _builtins.int
+    """Bytes of each name, in UTF-8: request_id, session_id, tenant, speculation.drafter, and a message's role."""
+    max_prompt_bytes: _builtins.int
+    """Bytes of text, or of the contents of all messages together."""
+    max_messages: _builtins.int
+    """Messages of a chat prompt."""
+    max_stop_strings: _builtins.int
+    """Entries of stop.stop_strings."""
+    max_stop_string_bytes: _builtins.int
+    """Bytes of each of them."""
+    max_stop_strings_bytes: _builtins.int
+    """Bytes of all of them together."""
+    max_stop_token_ids: _builtins.int
+    """Entries of stop.stop_token_ids."""
+    max_logit_bias: _builtins.int
+    """Entries of sampling.logit_bias."""
+    max_restricted_token_ids: _builtins.int
+    """Entries of sampling.allowed_token_ids, and of sampling.banned_token_ids."""
+    max_logprobs: _builtins.int
+    """Largest sampling.logprobs."""
     def __init__(
         self,
         *,
@@ -790,10 +820,20 @@ class RequestLimits(_message.Message):
         max_num_draft_tokens: _builtins.int = ...,
         max_message_bytes: _builtins.int = ...,
         max_tokens: _builtins.int = ...,
+        max_name_bytes: _builtins.int = ...,
+        max_prompt_bytes: _builtins.int = ...,
+        max_messages: _builtins.int = ...,
+        max_stop_strings: _builtins.int = ...,
+        max_stop_string_bytes: _builtins.int = ...,
+        max_stop_strings_bytes: _builtins.int = ...,
+        max_stop_token_ids: _builtins.int = ...,
+        max_logit_bias: _builtins.int = ...,
+        max_restricted_token_ids: _builtins.int = ...,
+        max_logprobs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_context", b"max_context", "max_message_bytes", b"max_message_bytes", "max_num_draft_tokens", b"max_num_draft_tokens", "max_tokens", b"max_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_context", b"max_context", "max_logit_bias", b"max_logit_bias", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_messages", b"max_messages", "max_name_bytes", b"max_name_bytes", "max_num_draft_tokens", b"max_num_draft_tokens", "max_prompt_bytes", b"max_prompt_bytes", "max_restricted_token_ids", b"max_restricted_token_ids", "max_stop_string_bytes", b"max_stop_string_bytes", "max_stop_strings", b"max_stop_strings", "max_stop_strings_bytes", b"max_stop_strings_bytes", "max_stop_token_ids", b"max_stop_token_ids", "max_tokens", b"max_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,6 +40,7 @@ class ServerProcess:
     launcher: Sequence[str] = ("-m",)
     address: str = field(default="", init=False)
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _not_ready: str = field(default="", init=False)
 
     @property
     def log_path(self) -> Path:
@@ -56,6 +57,14 @@ class ServerProcess:
     def exit_code(self) -> int | None:
         """None before it has ended; negative for the signal that ended it."""
         return self._process.poll() if self._process else None
+
+    @property
+    def waits_for(self) -> str:
+        """Why it isn't ready, as far as can be seen from outside."""
+        if self._not_ready:
+            return self._not_ready
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        return f"{self.log_path} ends with: {lines[-1]}" if lines else "it has logged nothing"
 
     @property
     def running(self) -> bool:
@@ -123,10 +132,14 @@ class ServerProcess:
 
     async def _ready(self) -> bool:
         """It listens and says that it serves."""
+        self._not_ready = ""
         try:
             self.address = self._port_file.read_text()
             return await health_status(self.address, self.service) == "SERVING"
-        except (FileNotFoundError, UnavailableError):
+        except FileNotFoundError:
+            return False
+        except UnavailableError as error:
+            self._not_ready = str(error)
             return False
 
     async def _wait(self) -> None:

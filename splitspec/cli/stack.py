@@ -18,6 +18,8 @@ from splitspec.errors import ConfigError, SplitspecError
 from splitspec.registry import EmbeddedRedis
 
 _POLL_S = 0.2
+#: A start that takes longer says what it waits for.
+_TELL_S = 15.0
 
 #: Called with a step's name, what it does or how it ended, and whether it has ended.
 Progress = Callable[[str, str, bool], None]
@@ -157,8 +159,19 @@ class Stack:
     async def _start(self, process: ServerProcess) -> None:
         self.progress(process.name, self._activity(process), False)
         begun = time.monotonic()
-        await process.start()
+        telling = asyncio.create_task(self._tell(process, begun))
+        try:
+            await process.start()
+        finally:
+            telling.cancel()
         self.progress(process.name, f"{process.address}, after {time.monotonic() - begun:.1f} s", True)
+
+    async def _tell(self, process: ServerProcess, begun: float) -> None:
+        """Say from time to time what a start waits for."""
+        while True:
+            await asyncio.sleep(_TELL_S)
+            waited = f"{self._activity(process)}, for {time.monotonic() - begun:.0f} s by now"
+            self.progress(process.name, f"{waited}; {process.waits_for}", False)
 
     def _activity(self, process: ServerProcess) -> str:
         if process is self.coordinator:

@@ -187,12 +187,26 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits of requests, in tokens and bytes."""
+    """Limits of requests, in tokens, bytes of UTF-8, and entries.
+
+    max_name_bytes: of request_id, session_id, tenant, drafter, role. max_prompt_bytes: of a text, or of the
+    contents of all messages. max_restricted_token_ids: of allowed and of banned ones.
+    """
 
     max_context: int
     max_num_draft_tokens: int
     max_message_bytes: int
     max_tokens: int
+    max_name_bytes: int
+    max_prompt_bytes: int
+    max_messages: int
+    max_stop_strings: int
+    max_stop_string_bytes: int
+    max_stop_strings_bytes: int
+    max_stop_token_ids: int
+    max_logit_bias: int
+    max_restricted_token_ids: int
+    max_logprobs: int
 
 
 @dataclass(frozen=True, slots=True)

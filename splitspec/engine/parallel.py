@@ -82,13 +82,18 @@ class _LeadingPool(BlockPool):
         self.changes.append(_Change("copy_block", (source, target)))
 
 
+def in_ranks() -> bool:
+    """Whether torchrun started other processes beside this one."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
 def join_ranks(device: str) -> Ranks | None:
     """Meet the processes that torchrun started beside this one; None for one that runs alone.
 
     Raises ConfigError for a device that ranks can't share, or variables that aren't torchrun's, and
     UnavailableError when the others don't come.
     """
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    if not in_ranks():
         return None
     missing = sorted(_VARIABLES - os.environ.keys())
     if missing:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from splitspec.cli import process as process_module
 from splitspec.cli.process import ServerProcess
+from splitspec.cli.stack import Stack
 from splitspec.errors import ConfigError, SplitspecError
+from splitspec.process import waiting_for
 
 Make = Callable[[str], ServerProcess]
 
@@ -107,3 +112,37 @@ async def test_it_never_started(tmp_path: Path) -> None:
     await server.kill()
     with pytest.raises(RuntimeError, match="never started"):
         _ = server.pid
+
+
+async def test_a_start_that_makes_no_progress_says_what_it_waits_for(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("splitspec.cli.stack._TELL_S", 0.05)
+    told: asyncio.Queue[str] = asyncio.Queue()
+    stack = Stack(model="m", progress=lambda step, detail, done: told.put_nowait(f"{step}: {detail}"))
+    stack.redis_url, stack.log_dir = "redis://127.0.0.1:1", tmp_path
+    stack._make_processes()
+    stack.target = make(
+        "import pathlib, time\n"
+        "print('waiting for the moon', flush=True)\n"
+        f"while not pathlib.Path({str(tmp_path / 'moon')!r}).exists(): time.sleep(0.01)\n" + SERVER
+    )
+    starting = asyncio.create_task(stack._start(stack.target))
+    assert await told.get() == "little server: loading m"
+    while not (line := await told.get()).endswith("ends with: waiting for the moon"):
+        pass
+    assert line.startswith("little server: loading m, for ")
+    (tmp_path / "moon").touch()
+    await starting
+    await stack.target.stop()
+
+
+def test_a_wait_is_logged_until_it_is_over() -> None:
+    with capture_logs() as logged:
+        with waiting_for("the moon", every_s=0.01):
+            while len(logged) < 3:
+                time.sleep(0.01)
+        count = len(logged)
+    assert [entry["event"] for entry in logged[:3]] == ["waiting", "still waiting", "still waiting"]
+    assert {entry["waiting_for"] for entry in logged} == {"the moon"}
+    assert len(logged) == count

@@ -64,6 +64,12 @@ CASES: dict[str, tuple[Request, type[SplitspecError], str, str]] = {
         "stop.stop_strings",
         r"stop.stop_strings is \[''\], expected no empty string",
     ),
+    "stop strings": (
+        Request(text="hi", stop=coordinator_pb2.StopConditions(stop_strings=["ab"] * 30_000)),
+        InvalidRequestError,
+        "stop.stop_strings",
+        r"stop.stop_strings has 30000 entries, expected at most 128",
+    ),
     "no prompt": (
         Request(),
         InvalidRequestError,
@@ -209,6 +215,37 @@ async def test_bad_message_ends_its_own_stream(
             await call.read()
     assert caught.value.code().name == code
     assert sentence in (caught.value.details() or "")
+    await settle_empty(stack)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (common_pb2.Open(tenant="t" * 300), "open.tenant has 300 bytes, expected at most 256"),
+        (common_pb2.Open(handle="h" * 300), "open.handle has 300 bytes, expected at most 256"),
+        (
+            common_pb2.Open(sampling=Sampling(banned_token_ids=[1] * 5000)),
+            "sampling.banned_token_ids has 5000 entries, expected at most 4096",
+        ),
+        (
+            common_pb2.Open(output=common_pb2.Output(ending_token_ids=[1] * 600)),
+            "output.ending_token_ids has 600 entries, expected at most 512",
+        ),
+        (
+            common_pb2.Open(features=common_pb2.FeatureRequest(layers=[1] * 100)),
+            "open.features.layers has 100 entries, expected at most 64",
+        ),
+    ],
+)
+async def test_a_worker_has_limits_of_its_own(stack: Stack, change: common_pb2.Open, sentence: str) -> None:
+    (opening,) = target_requests(1)
+    opening.open.MergeFrom(change)
+    async with grpc.aio.insecure_channel(stack.target.address) as channel:
+        call = target_pb2_grpc.TargetWorkerServiceStub(channel).TargetSession()
+        await call.write(opening)
+        with pytest.raises(grpc.aio.AioRpcError, match=sentence) as caught:
+            await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     await settle_empty(stack)
 
 
