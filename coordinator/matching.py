@@ -26,6 +26,11 @@ class StopStrings:
         self._shorter = [0] * len(self._depth)
         self._link()
 
+    @property
+    def empty(self) -> bool:
+        """There is nothing to look for."""
+        return len(self._depth) == 1
+
     def _add(self, stop_string: str) -> None:
         node = 0
         for character in stop_string:
@@ -65,7 +70,7 @@ class StopStrings:
 
     def undecided(self, node: int) -> int:
         """Characters at the end of a node's text that may yet become a stop string."""
-        while node and not self._goes_on[node]:
+        while not self._goes_on[node]:
             node = self._shorter[node]
         return self._depth[node]
 
@@ -84,6 +89,8 @@ class Scanner:
         Of several that are complete with this piece the one that begins first, then the longest. Not
         matching: one that is complete in this piece doesn't count, but one may begin in it.
         """
+        if self._stop_strings.empty:
+            return text, ""
         buffer = self._held + text
         found: list[tuple[int, int, str]] = []
         for end, character in enumerate(text, start=len(self._held) + 1):

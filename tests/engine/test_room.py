@@ -15,6 +15,7 @@ from splitspec.engine.scheduler import Pass, Scheduler, Steps, Timer, run_alone
 from splitspec.engine.simulated import SimulatedConfig, SimulatedLM, is_simulated
 from splitspec.errors import OverloadedError
 from tests.engine import tiny
+from tests.waiting import until
 
 NUM_BLOCKS = 8
 
@@ -72,18 +73,13 @@ def waiting(scheduler: Scheduler) -> int:
     return sum(job.starved_since is not None for job in scheduler._ready)
 
 
-async def until_waiting(scheduler: Scheduler, count: int) -> None:
-    while waiting(scheduler) != count:  # noqa: ASYNC110  # the model's thread knows
-        await asyncio.sleep(0.001)
-
-
 async def test_a_prompt_that_waits_takes_no_room_from_others(model: PagedLM, scheduler: Scheduler) -> None:
     """All of its pieces have room, or none is fed: half a prompt helps nobody."""
     expected = run_alone(prompt(model, model.new_kv(), text(model, 2, 6)))
     holding, large, small = (model.new_kv() for _ in range(3))
     await scheduler.run(prompt(model, holding, text(model, 1, 3)), Timer())
     waits = asyncio.create_task(scheduler.run(prompt(model, large, text(model, 2, 6)), Timer()))
-    await until_waiting(scheduler, 1)
+    await until(lambda: waiting(scheduler) == 1)
     assert (large.length, model.pool.num_used) == (0, 3)
     async with asyncio.timeout(30):
         assert await scheduler.run(greedy(model, small, text(model, 3, 3), 20), Timer())
@@ -146,7 +142,7 @@ async def test_what_a_waiting_text_has_lost_is_fed_before_it_goes_on(
         return [int(row.argmax()) for row in logits]
 
     waits = asyncio.create_task(scheduler.run(tree(), Timer()))
-    await until_waiting(scheduler, 1)
+    await until(lambda: waiting(scheduler) == 1)
     await scheduler.run(prompt(model, other, text(model, 2, 1)), Timer())
     assert kv.length == 0
     other.free()

@@ -172,7 +172,7 @@ async def test_a_request_goes_where_it_fits(small: Stack, tiny: Stack, tmp_path:
             async def joined() -> bool:
                 return await limit(client) > least
 
-            await settle(joined, limit_s=10)
+            await until(joined)
             assert await limit(client) > 1500
             long = await client.generate(text(13, 1500), **OPTIONS).result()
             moved = await talk(client)
@@ -188,4 +188,3 @@ async def test_a_request_goes_where_it_fits(small: Stack, tiny: Stack, tmp_path:
         assert await limit(client) == least
         with pytest.raises(InvalidRequestError, match=f"expected at most {least - 1}"):
             await client.generate(text(13, 1500), **OPTIONS).result()
-    await settle_empty(small)
