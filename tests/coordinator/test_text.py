@@ -222,6 +222,15 @@ def test_special_tokens_come_from_each_of_the_model_s_files(save_model: SaveMode
     assert codec.encode_chat(CONVERSATIONS[0])[0] == begin_id(codec)
 
 
+def test_what_only_another_file_calls_special_has_no_text(save_model: SaveModel) -> None:
+    directory = save_model({})
+    (directory / "special_tokens_map.json").write_text('{"bos_token": "b"}')
+    codec, oracle = TextCodec.load(directory), AutoTokenizer.from_pretrained(directory)
+    ids = codec.encode("abc")
+    assert ids == oracle.encode("abc")
+    assert codec.decode(ids) == oracle.decode(ids, skip_special_tokens=True) == "ac"
+
+
 def test_named_templates_without_a_default_are_none(save_model: SaveModel) -> None:
     codec = TextCodec.load(save_model({"chat_template": [{"name": "tool_use", "template": "x"}]}))
     with pytest.raises(InvalidRequestError, match="no chat template"):
