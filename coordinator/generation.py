@@ -41,6 +41,8 @@ log = structlog.get_logger()
 
 #: Target workers that a request may lose one after another without a token in between.
 _MOST_LOSSES = 3
+#: Longest wait for Redis to take the prompt: nothing is given to a client before.
+_BEGIN_LIMIT_S = 3.0
 #: What a target worker gets to take the final cut; a session that it has not taken is cut by its next Open.
 _CLOSE_LIMIT_S = 5.0
 
@@ -65,7 +67,9 @@ class Generation:
         async with contextlib.AsyncExitStack() as links:
             with span.child(names.ADMIT):
                 owned = await links.enter_async_context(
-                    self.owner.own(request.tenant, request.session_id, request.keep_record_s, span)
+                    self.owner.own(
+                        request.tenant, request.session_id, request.keep_record_s, span, request.claim
+                    )
                 )
                 note = await self._begin(owned)
             await self._generate(owned, note, links)
@@ -138,7 +142,10 @@ class Generation:
         else:
             finished = await self._go_on(owned, note, stopper, last, delivery, links)
         self.stats.finish(finished)
+        # The note is stored once the journal has everything.
+        finished.durable = True
         owned.note = replace(note, finished=encode_finished(finished)).encode()
+        finished.durable = owned.journal.complete
         await self.send(coordinator_pb2.GenerateResponse(finished=finished))
 
     def _stopper(self, tokens: TokenLog, note: Note) -> tuple[Stopper, Emission | None]:
@@ -170,10 +177,9 @@ class Generation:
             drafting.features = features
         target, opened = await self._open_target(owned, links, features, held=owned.record.target)
         self.stats.count_prompt(note.prompt_end, opened.cached_length)
-        if last is None:
-            owned.begin(note.start, note.encode())
+        owned.begin(note.start if last is None else len(owned.session.tokens), note.encode())
         with self.stats.span.child(names.JOURNAL):
-            await owned.journal.acknowledged(len(owned.session.tokens))
+            await owned.journal.prompted(_BEGIN_LIMIT_S)
         await self._send_started(owned, note, opened.cached_length)
         if last is not None:
             await self._deliver_again(delivery, last)

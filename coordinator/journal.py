@@ -21,7 +21,7 @@ _RETRY_S = 0.1
 
 
 class Journal:
-    """Appends the session's committed tokens as they come. Use as an async context manager.
+    """Appends the session's committed tokens as they are asked for. Use as an async context manager.
 
     With Redis away, tokens wait here and are appended when it is back; a Redis that has lost the session or
     its last tokens gets them again. A refusal, when another coordinator owns the session, is raised by
@@ -39,6 +39,8 @@ class Journal:
         self._refusal: SplitspecError | None = None
         #: Of a request that begins with the next append.
         self._request: bytes | None = None
+        self._begun = False
+        self._trouble = ""
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
         #: Called when Redis had lost the session, and with it all but the tokens.
@@ -59,7 +61,13 @@ class Journal:
         request: stored together with the first of them.
         """
         self._length = self._asked = kept
-        self._request = request
+        self._request, self._begun = request, True
+
+    def rewrite(self) -> bool:
+        """Redis has lost some of what it had: append all of it again. False before the request has begun."""
+        if self._begun:
+            self._length = 0
+        return self._begun
 
     async def stop(self) -> None:
         """Append nothing more; returns when nothing is under way."""
@@ -67,9 +75,14 @@ class Journal:
         await asyncio.wait({self._writing})
 
     @property
+    def asked(self) -> int:
+        """Tokens of the session that were asked for, so that a client may have seen them."""
+        return self._asked
+
+    @property
     def complete(self) -> bool:
         """Every token that was asked for is in the journal."""
-        return self._length >= self._asked
+        return self._holds(self._asked)
 
     async def acknowledged(self, length: int, patience_s: float = _PATIENCE_S) -> bool:
         """Whether the session's first `length` tokens are in the journal.
@@ -86,7 +99,12 @@ class Journal:
                 self._away = True
         if self._refusal is not None:
             raise self._refusal
-        return self._length >= length
+        return self._holds(length)
+
+    async def prompted(self, limit_s: float) -> None:
+        """Wait until Redis has the request with its prompt. Raises as `flush` does."""
+        self._asked = max(self._asked, len(self._session.tokens))
+        await self.flush(limit_s)
 
     async def flush(self, limit_s: float) -> None:
         """Wait until the journal is complete. Raises UnavailableError at the limit, StaleError."""
@@ -94,12 +112,19 @@ class Journal:
         while not self.complete:
             if asyncio.get_running_loop().time() >= deadline:
                 missing = self._asked - self._length
-                raise UnavailableError(f"Redis didn't take the session's last {missing} tokens in time")
+                raise UnavailableError(
+                    f"the last {missing} tokens of session {self._session.session_id!r} aren't in Redis yet: "
+                    f"{self._trouble or 'it takes long'}",
+                    retry_after_s=1.0,
+                )
             self._away = False
             await self.acknowledged(self._asked, _RETRY_S)
 
     def _decided(self, length: int) -> bool:
-        return self._length >= length or self._away or self._refusal is not None
+        return self._holds(length) or self._away or self._refusal is not None
+
+    def _holds(self, length: int) -> bool:
+        return self._length >= length and self._request is None
 
     async def _write(self) -> None:
         """Append what is committed whenever more is asked for, until the session is refused."""
@@ -113,7 +138,7 @@ class Journal:
 
     async def _append(self) -> None:
         session, start = self._session, self._length
-        tokens = session.tokens[start:]
+        tokens = session.tokens[start : self._asked]
         key = (session.tenant, session.session_id, session.epoch)
         try:
             if self._request is None:
@@ -126,7 +151,7 @@ class Journal:
         except UnavailableError as error:
             if not self._away:
                 log.warning("journal behind", session=session.session_id, error=str(error))
-            self._away = True
+            self._away, self._trouble = True, str(error)
             await asyncio.sleep(_RETRY_S)
         except SplitspecError as error:
             self._refusal = error
@@ -135,14 +160,14 @@ class Journal:
 
     async def _restore(self) -> None:
         session = self._session
-        tokens = list(session.tokens)
+        tokens = session.tokens[: self._asked]
         key = (session.tenant, session.session_id, session.epoch)
         try:
             await self._registry.restore(*key, self._owner, self._lease_ms, tokens, session.round)
             if self.on_restored is not None:
                 await self.on_restored()
-        except UnavailableError:
-            self._away = True
+        except UnavailableError as error:
+            self._away, self._trouble = True, str(error)
             await asyncio.sleep(_RETRY_S)
         except OutOfSyncError as error:  # tokens of someone else: the session isn't ours any more
             self._refusal = StaleError(str(error))

@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import structlog
 
+from coordinator.claims import Claim, Left, LeftSessions
 from coordinator.journal import Journal
 from coordinator.session import Session
 from splitspec.config import CoordinatorSettings
-from splitspec.errors import SplitspecError, UnavailableError
+from splitspec.errors import NotFoundError, OutOfSyncError, SplitspecError, UnavailableError
 from splitspec.registry import Registry, SessionRecord, WorkerHandle
 from splitspec.telemetry import NO_SPAN, Span, names
 from splitspec.tokens import TokenLog
@@ -24,6 +25,9 @@ T = TypeVar("T")
 
 #: Longest wait for the journal's last tokens before a session is left to be repaired.
 _LEAVE_LIMIT_S = 0.5
+#: Between two attempts to repair it, and longest wait for them when its next request comes.
+_REPAIR_RETRY_S = 0.1
+_REPAIRED_LIMIT_S = 2.0
 
 
 @dataclass(eq=False)
@@ -67,21 +71,70 @@ class Ownership:
 
         limit_s: longest wait for a journal that is behind. Raises UnavailableError, StaleError.
         """
-        session = self.session
-        key = (session.tenant, session.session_id, session.epoch)
-        if self.keep_s:
+        if not self.keep_s:
+            await self.journal.stop()  # an append that is under way would write the session again
+            await self._end()
+            return
+        try:
             await self.journal.flush(limit_s)
-            await self.registry.save(
-                *key,
-                target=self.target,
-                draft=self.draft,
-                revision=session.revision,
-                round_number=session.round,
-            )
-            await self.save_note()
-        else:  # an append that is under way would write the session again
-            await self.journal.stop()
-        await self.registry.end(*key, round(self.keep_s * 1000))
+            await self._save()
+            await self._end()
+        except (NotFoundError, OutOfSyncError) as error:
+            if not self.journal.rewrite():
+                raise
+            log.warning("session written again", session=self.session.session_id, error=str(error))
+            await self.journal.flush(limit_s)
+            await self._save()
+            await self._end()
+
+    async def _save(self) -> None:
+        session = self.session
+        await self.registry.save(
+            session.tenant,
+            session.session_id,
+            session.epoch,
+            target=self.target,
+            draft=self.draft,
+            revision=session.revision,
+            round_number=session.round,
+            length=self.journal.asked,
+        )
+        await self.save_note()
+
+    async def _end(self) -> None:
+        session = self.session
+        keep_ms = round(self.keep_s * 1000)
+        await self.registry.end(session.tenant, session.session_id, session.epoch, keep_ms)
+
+
+@dataclass(eq=False)
+class Repair:
+    """A session that isn't left yet, with what keeps it. trouble: why not."""
+
+    owned: Ownership
+    held: contextlib.AsyncExitStack
+    trouble: UnavailableError
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self, limit_s: float) -> None:
+        """Go on with journal and lease until Redis is back, or the session would have ended anyway."""
+        session_id, now = self.owned.session.session_id, asyncio.get_running_loop().time
+        deadline = now() + limit_s
+        async with self.held:
+            while not self.done.is_set():
+                try:
+                    await self.owned.leave(_LEAVE_LIMIT_S)
+                    log.info("session repaired", session=session_id)
+                    self.done.set()
+                except UnavailableError as error:
+                    self.trouble = error
+                    if now() >= deadline:
+                        log.warning("session not repaired", session=session_id, error=str(error))
+                        self.done.set()
+                    await asyncio.sleep(_REPAIR_RETRY_S)
+                except SplitspecError as error:  # another coordinator owns it by now
+                    log.warning("session not repaired", session=session_id, error=str(error))
+                    self.done.set()
 
 
 class Owner:
@@ -93,15 +146,22 @@ class Owner:
         self._repair_s = settings.session_keep_s
         #: What goes on by itself: its callers may be gone.
         self._running: set[asyncio.Task[Any]] = set()
+        self._repairs: dict[tuple[str, str], Repair] = {}
+        self._left = LeftSessions(settings.session_keep_s)
 
     @contextlib.asynccontextmanager
-    async def own(self, tenant: str, session_id: str, keep_s: float, span: Span) -> AsyncIterator[Ownership]:
+    async def own(
+        self, tenant: str, session_id: str, keep_s: float, span: Span, claim: Claim | None = None
+    ) -> AsyncIterator[Ownership]:
         """The session under a new epoch until the block ends. span: the request's.
 
-        Raises SessionBusyError while another request runs on it, UnavailableError without Redis. A session
-        whose request is cancelled while it is opened or left is left all the same, not busy for its lease.
+        claim: what the request takes for granted of the session; None for one that may be new.
+        Raises SessionBusyError while another request runs on it, UnavailableError without Redis or while its
+        last tokens aren't there, LostTokensError. A session whose request is cancelled while it is opened or
+        left is left all the same, not busy for its lease.
         """
-        opening = self._start(self._open(tenant, session_id, keep_s))
+        await self._repaired((tenant, session_id))
+        opening = self._start(self._open(tenant, session_id, keep_s, claim))
         try:
             owned, held = await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -120,12 +180,19 @@ class Owner:
         return task
 
     async def _open(
-        self, tenant: str, session_id: str, keep_s: float
+        self, tenant: str, session_id: str, keep_s: float, claim: Claim | None
     ) -> tuple[Ownership, contextlib.AsyncExitStack]:
         """The session, and what keeps it: its journal and the renewal of its lease."""
         # Unique to the request, so that a repeated call isn't taken for another request's.
         owner = uuid.uuid4().hex
-        record = await self._registry.open_session(tenant, session_id, owner, round(self._lease_s * 1000))
+        lease_ms = round(self._lease_s * 1000)
+        if claim is None:
+            record = await self._registry.open_session(tenant, session_id, owner, lease_ms)
+        else:
+            left = self._left.get((tenant, session_id))
+            record = await self._registry.open_session(
+                tenant, session_id, owner, lease_ms, claim.at_least(left), lambda r: claim.check(r, left)
+            )
         session = Session(
             tenant,
             session_id,
@@ -149,26 +216,35 @@ class Owner:
             await self._leave(*await opening, NO_SPAN)
 
     async def _leave(self, owned: Ownership, held: contextlib.AsyncExitStack, span: Span) -> None:
-        session_id = owned.session.session_id
+        session = owned.session
+        key = (session.tenant, session.session_id)
+        self._left[key] = Left(session.epoch, owned.journal.asked)
         async with held:
             try:
                 with span.child(names.LEAVE):
                     await owned.leave(_LEAVE_LIMIT_S)
             except UnavailableError as error:
-                log.warning("session not left yet", session=session_id, error=str(error))
+                log.warning("session not left yet", session=session.session_id, error=str(error))
                 if owned.keep_s:
-                    self._start(self._repair(owned, held.pop_all()))
+                    repair = self._repairs[key] = Repair(owned, held.pop_all(), error)
+                    self._start(repair.run(self._repair_s)).add_done_callback(
+                        lambda _: self._end_repair(key, repair)
+                    )
             except SplitspecError as error:  # another coordinator owns it by now
-                log.info("session not left", session=session_id, error=str(error))
+                log.info("session not left", session=session.session_id, error=str(error))
 
-    async def _repair(self, owned: Ownership, held: contextlib.AsyncExitStack) -> None:
-        """Go on with journal and lease until Redis is back, or the session would have ended anyway."""
-        async with held:
+    def _end_repair(self, key: tuple[str, str], repair: Repair) -> None:
+        if self._repairs.get(key) is repair:
+            del self._repairs[key]
+
+    async def _repaired(self, key: tuple[str, str]) -> None:
+        """Wait for a session's repair. Raises the UnavailableError that stands in its way."""
+        repair = self._repairs.get(key)
+        if repair is not None:
             try:
-                await owned.leave(self._repair_s)
-                log.info("session repaired", session=owned.session.session_id)
-            except SplitspecError as error:
-                log.warning("session not repaired", session=owned.session.session_id, error=str(error))
+                await asyncio.wait_for(repair.done.wait(), _REPAIRED_LIMIT_S)
+            except TimeoutError:
+                raise repair.trouble from None
 
     async def _renew(self, session: Session) -> None:
         while True:

@@ -6,6 +6,7 @@ import secrets
 import uuid
 from dataclasses import dataclass, replace
 
+from coordinator.claims import Claim
 from coordinator.retry import Note, digest_of
 from coordinator.text import Message, Prompt, TextCodec
 from protos.v1 import coordinator_pb2
@@ -31,6 +32,7 @@ class Request:
 
     keep_kv: the session is the client's and outlives the request, on the workers too. keep_record_s: how
     long its record stays, for the next request or for a retry. digest: of the content, for a retry.
+    session_length: tokens of the session that the client has seen; 0 when it doesn't say.
     sampling.seed is set. rule: what it is verified by, requested_rule: the one that it named.
     num_draft_tokens: 0 decodes plainly, None is chosen anew for each round. drafter: empty for the default
     one. mode: None is chosen anew for each round. named_mode: the one that the request names.
@@ -44,6 +46,7 @@ class Request:
     keep_record_s: float
     digest: str
     resume_offset: int
+    session_length: int
     sampling: Sampling
     stop: Stop
     rule: Rule
@@ -89,6 +92,13 @@ class Request:
             raise InvalidRequestError(
                 f"{named} has the id {wrong}, expected {expected}", field=self.prompt_kind
             )
+
+    @property
+    def claim(self) -> Claim | None:
+        """What it takes for granted of its session; None for one of its own, which is made anew when lost."""
+        if not self.keep_kv:
+            return None
+        return Claim(self.session_length, self.request_id, self.digest, self.resume_offset)
 
     def reason(self, used: Rule) -> str:
         """Why a rule was used that isn't the one that was named; empty when it is, or none was named."""
@@ -137,6 +147,7 @@ class Request:
             keep_record_s=settings.session_keep_s if message.session_id or message.request_id else 0,
             digest=digest_of(message),
             resume_offset=message.resume_offset,
+            session_length=message.session_length,
             sampling=sampling,
             stop=stop,
             rule=rule,

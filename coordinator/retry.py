@@ -70,10 +70,11 @@ class Note:
 
 
 def digest_of(message: coordinator_pb2.GenerateRequest) -> str:
-    """Hash of what a request asks for, wherever it resumes."""
+    """Hash of what a request asks for, wherever it resumes and whatever its client has seen."""
     content = coordinator_pb2.GenerateRequest()
     content.CopyFrom(message)
     content.ClearField("resume_offset")
+    content.ClearField("session_length")
     return hashlib.sha256(content.SerializeToString(deterministic=True)).hexdigest()
 
 

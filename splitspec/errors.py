@@ -6,6 +6,7 @@
     ├── SessionBusyError         another request runs on the session
     ├── StaleError               an older epoch: another coordinator owns the session
     ├── OutOfSyncError           the worker holds other tokens than the message builds on
+    ├── LostTokensError          Redis holds less of a session than somebody knows of
     ├── HandshakeError           two processes that don't fit each other
     ├── OverloadedError          no room now; try again later
     ├── UnavailableError         a worker or Redis can't be reached
@@ -67,6 +68,10 @@ class OutOfSyncError(SplitspecError):
     """The worker holds other tokens than those that the message builds on."""
 
 
+class LostTokensError(SplitspecError):
+    """Redis holds less of a session than its client, its last coordinator or a worker knows of."""
+
+
 class HandshakeError(SplitspecError):
     """Two processes don't fit each other: protocol version, vocabulary or model."""
 
@@ -89,6 +94,7 @@ _STATUS: dict[type[SplitspecError], grpc.StatusCode] = {
     SessionBusyError: grpc.StatusCode.ABORTED,
     StaleError: grpc.StatusCode.ABORTED,
     OutOfSyncError: grpc.StatusCode.FAILED_PRECONDITION,
+    LostTokensError: grpc.StatusCode.DATA_LOSS,
     HandshakeError: grpc.StatusCode.FAILED_PRECONDITION,
     OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
@@ -151,6 +157,7 @@ __all__ = [
     "ConfigError",
     "HandshakeError",
     "InvalidRequestError",
+    "LostTokensError",
     "NotFoundError",
     "OutOfSyncError",
     "OverloadedError",

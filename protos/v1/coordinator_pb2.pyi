@@ -73,6 +73,7 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     RESUME_OFFSET_FIELD_NUMBER: _builtins.int
     ONE_TOKEN_PER_CHUNK_FIELD_NUMBER: _builtins.int
+    SESSION_LENGTH_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Makes a retried call idempotent: what an earlier attempt has committed is sent again, and the rest
     follows. Empty: the server makes one.
@@ -87,6 +88,10 @@ class GenerateRequest(_message.Message):
     """Number of this request's tokens that the client already has, for a retry under the same request_id."""
     one_token_per_chunk: _builtins.bool
     """Send one token in each chunk, for clients that assume it."""
+    session_length: _builtins.int
+    """Tokens of the session, prompts and outputs, that the client has seen; 0 when it doesn't say. A session that
+    holds fewer is refused (DATA_LOSS) instead of continued from less.
+    """
     @_builtins.property
     def chat(self) -> Global___ChatPrompt:
         """Chat messages, put through the model's chat template."""
@@ -121,10 +126,11 @@ class GenerateRequest(_message.Message):
         speculation: Global___SpeculationOptions | None = ...,
         resume_offset: _builtins.int = ...,
         one_token_per_chunk: _builtins.bool = ...,
+        session_length: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "one_token_per_chunk", b"one_token_per_chunk", "prompt", b"prompt", "request_id", b"request_id", "resume_offset", b"resume_offset", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stop", b"stop", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "one_token_per_chunk", b"one_token_per_chunk", "prompt", b"prompt", "request_id", b"request_id", "resume_offset", b"resume_offset", "sampling", b"sampling", "session_id", b"session_id", "session_length", b"session_length", "speculation", b"speculation", "stop", b"stop", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -459,6 +465,7 @@ class Finished(_message.Message):
     DRAFTER_FIELD_NUMBER: _builtins.int
     REQUESTED_RULE_FIELD_NUMBER: _builtins.int
     RULE_REASON_FIELD_NUMBER: _builtins.int
+    DURABLE_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
     """Why."""
     stop_string: _builtins.str
@@ -471,6 +478,10 @@ class Finished(_message.Message):
     """The rule that the request named; unspecified when it named none."""
     rule_reason: _builtins.str
     """Why `rule` isn't the one that the request named; empty when it is, or when none was named."""
+    durable: _builtins.bool
+    """All tokens of the output are in the session's journal. When they aren't, they are written as soon as Redis
+    takes them, and until then the session's next request is refused.
+    """
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Token counts."""
@@ -495,10 +506,11 @@ class Finished(_message.Message):
         drafter: _builtins.str = ...,
         requested_rule: _common_pb2.VerificationRule.ValueType = ...,
         rule_reason: _builtins.str = ...,
+        durable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "drafter", b"drafter", "reason", b"reason", "requested_rule", b"requested_rule", "rule", b"rule", "rule_reason", b"rule_reason", "stop_string", b"stop_string", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "drafter", b"drafter", "durable", b"durable", "reason", b"reason", "requested_rule", b"requested_rule", "rule", b"rule", "rule_reason", b"rule_reason", "stop_string", b"stop_string", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,30 +11,39 @@ from rich.markup import escape
 
 from splitspec.cli.generate import show
 from splitspec.client import AsyncClient, GenerateOptions, Message
-from splitspec.errors import InvalidRequestError, OverloadedError
+from splitspec.errors import InvalidRequestError, LostTokensError, OverloadedError
 
 
 async def converse(address: str, system: str, options: GenerateOptions, out: Console, err: Console) -> None:
     """Read a line, answer it, until the input ends; then the session is closed.
 
-    A turn that is refused ends alone, and the conversation goes on from what was committed; a server that
-    can't be reached ends it.
+    A turn that is refused ends alone, and the conversation goes on from what was committed; one whose session
+    the service has lost is sent again with the whole conversation; a server that can't be reached ends it.
     """
     session_id = options.setdefault("session_id", f"chat-{uuid.uuid4().hex[:12]}")
     err.print(f"session {session_id}; Ctrl-D ends it", style="dim")
-    messages = [Message("system", system)] if system else []
+    transcript = [Message("system", system)] if system else []
+    unsent = list(transcript)
     async with AsyncClient(address) as client:
         try:
             while (line := await asyncio.to_thread(_read_line, err)) is not None:
                 if not line.strip():
                     continue
-                generation = client.generate([*messages, Message("user", line)], **options)
+                turn = Message("user", line)
+                generation = client.generate([*unsent, turn], **options)
                 try:
-                    await show(generation, out, err)
+                    try:
+                        await show(generation, out, err)
+                    except LostTokensError as error:
+                        err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+                        await client.close_session(session_id, tenant=options.get("tenant", ""))
+                        generation = client.generate([*transcript, turn], **options)
+                        await show(generation, out, err)
                 except (InvalidRequestError, OverloadedError) as error:
                     err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
                     continue
-                messages = []  # the session has them from now on
+                transcript += [turn, Message("assistant", await generation.text())]
+                unsent = []  # the session has them from now on
                 usage = generation.finished.usage
                 fed = usage.prompt_tokens - usage.cached_tokens
                 words = f"{usage.completion_tokens} tokens; {fed} of {usage.prompt_tokens} prompt tokens fed"

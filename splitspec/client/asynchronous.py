@@ -18,6 +18,8 @@ from splitspec.errors import SplitspecError, UnavailableError, from_rpc_error
 from splitspec.serving import channel
 
 _GENERATE_TIMEOUT_S = 600.0
+#: Sessions whose length is remembered: what the server holds is checked against it.
+_MOST_SESSIONS = 10_000
 UNARY_TIMEOUT_S = 10.0
 
 T = TypeVar("T")
@@ -33,6 +35,8 @@ class AsyncClient:
     def __init__(self, address: str) -> None:
         self._address = address
         self._generations: WeakSet[AsyncGeneration] = WeakSet()
+        #: Tokens that were seen of each session by tenant and id; the one heard of last comes last.
+        self._seen: dict[tuple[str, str], int] = {}
 
     async def __aenter__(self) -> Self:
         self._channel = channel(self._address)
@@ -53,9 +57,15 @@ class AsyncClient:
         The call begins when the first chunk is asked for. Raises InvalidRequestError.
         """
         request = generate_request(prompt, options)
+        session = (request.tenant, request.session_id)
+        if "session_length" not in options:
+            request.session_length = self._seen.get(session, 0)
         timeout = options.get("timeout", _GENERATE_TIMEOUT_S)
         generation = AsyncGeneration(
-            lambda: self._stub.Generate(request, timeout=timeout), self._address, timeout
+            lambda: self._stub.Generate(request, timeout=timeout),
+            self._address,
+            timeout,
+            lambda length: self._note_seen(session, length),
         )
         self._generations.add(generation)
         return generation
@@ -66,6 +76,7 @@ class AsyncClient:
         """End a session and free its KV everywhere; False when there was none."""
         request = coordinator_pb2.CloseSessionRequest(session_id=session_id, tenant=tenant)
         response = await self._unary(self._stub.CloseSession(request, timeout=timeout), timeout)
+        self._seen.pop((tenant, session_id), None)
         return response.closed
 
     async def describe(self, *, timeout: float = UNARY_TIMEOUT_S) -> Description:
@@ -74,6 +85,13 @@ class AsyncClient:
         return from_proto(
             Description, await self._unary(self._stub.Describe(request, timeout=timeout), timeout)
         )
+
+    def _note_seen(self, session: tuple[str, str], length: int) -> None:
+        if session[1]:
+            self._seen.pop(session, None)
+            self._seen[session] = length
+            if len(self._seen) > _MOST_SESSIONS:
+                del self._seen[next(iter(self._seen))]
 
     async def _unary(self, call: Awaitable[T], timeout: float) -> T:
         try:
@@ -88,10 +106,14 @@ class AsyncGeneration:
     Leaving the iteration early cancels the call at once; so do `aclose` and leaving `async with`.
     """
 
-    def __init__(self, call: Callable[[], Any], address: str, timeout: float) -> None:
+    def __init__(
+        self, call: Callable[[], Any], address: str, timeout: float, seen: Callable[[int], None]
+    ) -> None:
+        """seen: told how many tokens the session has by now."""
         self._make_call = call
         self._address = address
         self._timeout = timeout
+        self._seen = seen
         self._call: Any = None
         self._events: AsyncIterator[coordinator_pb2.GenerateResponse] | None = None
         self._closed = False
@@ -127,11 +149,13 @@ class AsyncGeneration:
             kind = event.WhichOneof("event")
             if kind == "started":
                 self._started = from_proto(Started, event.started)
+                self._seen(self._started.prompt_tokens)
             elif kind == "finished":
                 self._finished = from_proto(Finished, event.finished)
             elif kind == "chunk":
                 chunk = from_proto(Chunk, event.chunk)
                 self._tokens += chunk.tokens
+                self._seen(self.started.prompt_tokens + chunk.offset + len(chunk.tokens))
                 self._texts.append(chunk.text)
                 return chunk
         return None

@@ -24,6 +24,8 @@ class GenerateOptions(TypedDict, total=False):
     max_tokens, min_tokens, stop (strings), stop_token_ids, ignore_eos: when to end.
     speculate, num_draft_tokens, drafter, rule, mode: how to speculate; the distribution stays the same.
     session_id: conversation to continue or begin; without it the session ends with the request.
+    session_length: tokens of the session that the caller has seen; one that holds fewer is refused. By
+    default what this client has seen of it; 0 takes the session as it is.
     request_id: makes a retried call idempotent. resume_offset: its tokens that the caller already has.
     tenant: nothing is shared across tenants.
     one_token_per_chunk: for readers that assume it.
@@ -53,6 +55,7 @@ class GenerateOptions(TypedDict, total=False):
     rule: Rule | None
     mode: Mode | None
     session_id: str
+    session_length: int
     request_id: str
     resume_offset: int
     tenant: str
@@ -66,6 +69,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> coordinator_pb
     request = coordinator_pb2.GenerateRequest(
         request_id=options.get("request_id", ""),
         session_id=options.get("session_id", ""),
+        session_length=_uint32s("session_length", [options.get("session_length", 0)])[0],
         tenant=options.get("tenant", ""),
         sampling=_sampling(options).to_proto(),
         stop=_stop(options),

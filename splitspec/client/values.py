@@ -139,6 +139,8 @@ class Timings:
 class Finished:
     """The generation ended. drafter: empty for plain decoding.
 
+    durable: all tokens are in the session's journal; else they are written as soon as Redis takes them, and
+    until then the session's next request is refused.
     rule: that was used. requested_rule: the one that was named, if any; rule_reason: why it isn't `rule`.
     """
 
@@ -151,6 +153,7 @@ class Finished:
     drafter: str
     requested_rule: Rule | None
     rule_reason: str
+    durable: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,11 @@ local function now_ms()
   return math.floor(now_us() / 1000)
 end
 
--- The reply to a caller whose epoch isn't the owner's; nil when it may go on.
+-- The reply to a caller whose epoch isn't the owner's; nil when it may go on. An older record is what a server
+-- has that lost its last writes: the caller's session isn't there.
 local function refusal(record, epoch)
   local held = redis.call('HMGET', record, 'epoch', 'owner')
-  if not held[1] then
+  if not held[1] or tonumber(held[1]) < tonumber(epoch) then
     return {'none'}
   end
   if held[1] ~= epoch or not held[2] then

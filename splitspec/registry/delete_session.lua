@@ -1,13 +1,17 @@
--- Deletes a session on which no request runs.
--- KEYS: record, journal. Reply: {'ok', snapshot} | {'none'} | {'busy', remaining ms}.
+-- Deletes a session on which no request runs. Its epoch stays for a while, one higher: whoever remembers the
+-- session can tell that it was deleted and not lost, and its last owner can't write it again.
+-- KEYS: record, journal. ARGV: how long in ms. Reply: {'ok', snapshot} | {'none'} | {'busy', remaining ms}.
 local record, journal = KEYS[1], KEYS[2]
 local remaining = remaining_ms(record, now_ms())
 if remaining > 0 then
   return {'busy', remaining}
 end
-if redis.call('EXISTS', record) == 0 then
+local held = redis.call('HMGET', record, 'epoch', 'closed')
+if not held[1] or held[2] then
   return {'none'}
 end
 local fields = snapshot(record, journal)
 redis.call('DEL', record, journal)
+redis.call('HSET', record, 'epoch', string.format('%.0f', held[1] + 1), 'closed', 1)
+redis.call('PEXPIRE', record, ARGV[1])
 return {'ok', fields}

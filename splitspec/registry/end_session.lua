@@ -2,10 +2,10 @@
 -- KEYS: record, journal. ARGV: epoch, keep_ms. Reply: {'ok'} | {'none'} | {'stale', epoch}.
 local record, journal, keep_ms = KEYS[1], KEYS[2], tonumber(ARGV[2])
 local epoch = redis.call('HGET', record, 'epoch')
-if epoch and epoch ~= ARGV[1] then
+if epoch and tonumber(epoch) > tonumber(ARGV[1]) then
   return {'stale', epoch}
 end
-if not epoch and keep_ms > 0 then
+if epoch ~= ARGV[1] and keep_ms > 0 then
   return {'none'}
 end
 if keep_ms > 0 then

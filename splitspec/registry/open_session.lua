@@ -1,17 +1,26 @@
 -- Gives a session a new owner under a newer epoch, unless another owner's lease still runs.
--- KEYS: record, journal. ARGV: owner, lease_ms.
--- Reply: {'ok', snapshot} | {'busy', remaining ms}.
+-- KEYS: record, journal. ARGV: owner, lease_ms, tokens that the journal should hold, epoch of a record that the
+-- caller has looked at and takes as it is ('' for none, 0 for no record).
+-- Reply: {'ok', snapshot} | {'busy', remaining ms} | {'doubtful', snapshot, abandoned}: the journal holds fewer
+-- tokens, or (1) the last owner's lease ended within a request, and nothing was changed.
 local record, journal = KEYS[1], KEYS[2]
 local now = now_ms()
-local held = redis.call('HMGET', record, 'epoch', 'owner')
+local held = redis.call('HMGET', record, 'epoch', 'owner', 'begun')
+local another = held[2] and held[2] ~= ARGV[1]
 local remaining = remaining_ms(record, now)
-if remaining > 0 and held[2] ~= ARGV[1] then
+if remaining > 0 and another then
   return {'busy', remaining}
+end
+local abandoned = another and held[3] == held[1]
+local length = held[1] and redis.call('STRLEN', journal) / 4 or 0
+if (abandoned or length < tonumber(ARGV[3])) and (held[1] or '0') ~= ARGV[4] then
+  return {'doubtful', snapshot(record, journal), abandoned and 1 or 0}
 end
 -- The clock goes on where a record was deleted or lost, so that no epoch comes twice. Lua's own way to write
 -- a number keeps 14 digits, of 16.
 local epoch = string.format('%.0f', math.max((held[1] or 0) + 1, now_us()))
 redis.call('HSET', record, 'epoch', epoch, 'owner', ARGV[1], 'lease_ms', ARGV[2])
+redis.call('HDEL', record, 'closed')
 if not held[1] then
   -- A server that evicts may have dropped the record alone: tokens without a record belong to no one.
   redis.call('DEL', journal)

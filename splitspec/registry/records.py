@@ -23,6 +23,7 @@ class SessionRecord:
 
     token_ids: the journal, all committed tokens. revision and round_number: 0 until first saved.
     request: the last request as its owner saved it, opaque here; empty until first saved.
+    abandoned: before it was opened, its last owner's lease ended within a request.
     """
 
     tenant: str
@@ -34,6 +35,7 @@ class SessionRecord:
     revision: int = 0
     round_number: int = 0
     request: bytes = b""
+    abandoned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

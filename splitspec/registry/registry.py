@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 from urllib.parse import quote
 
@@ -41,19 +41,36 @@ class Registry:
     async def close(self) -> None:
         await self._scripts.close()
 
-    async def open_session(self, tenant: str, session_id: str, owner: str, lease_ms: int) -> SessionRecord:
+    async def open_session(
+        self,
+        tenant: str,
+        session_id: str,
+        owner: str,
+        lease_ms: int,
+        at_least: int = 0,
+        accept: Callable[[SessionRecord], None] = lambda record: None,
+    ) -> SessionRecord:
         """Make `owner` the session's owner under a newer epoch than any that the session had.
 
         The epoch is Redis' time in microseconds, or the last one plus 1 where the clock was set back. So
         it doesn't repeat either when the session was deleted or Redis lost its data.
         owner: unique to the request, so that a repeated call isn't taken for another request.
         lease_ms: how long the ownership lasts without append, renew or save.
+        at_least: tokens that the session should hold. accept: called, before anything is changed, with the
+        record of one that holds fewer or was abandoned (epoch 0: there is none); raises to leave it as it is.
         Raises SessionBusyError while another owner's lease runs.
         """
-        outcome, detail = await self._run("open_session", tenant, session_id, owner, lease_ms)
-        if outcome == b"busy":
-            raise _busy(session_id, detail)
-        return _record(tenant, session_id, detail)
+        accepted = ""
+        while True:
+            args = (owner, lease_ms, at_least, accepted)
+            outcome, detail, *abandoned = await self._run("open_session", tenant, session_id, *args)
+            if outcome == b"busy":
+                raise _busy(session_id, detail)
+            record = _record(tenant, session_id, detail)
+            if outcome == b"ok":
+                return record
+            accept(replace(record, abandoned=bool(abandoned[0])))
+            accepted = str(record.epoch)
 
     async def append(
         self,
@@ -119,9 +136,9 @@ class Registry:
 
         epoch, owner and lease_ms: those of open_session. token_ids: the whole journal. round_number: as for
         append. What was saved is lost, and is saved again by the next save and save_request.
-        A session that is still there under `epoch` and `owner` keeps what was saved, and its journal is
-        lengthened to token_ids; raises OutOfSyncError when they don't begin with it, StaleError when the
-        session has another epoch or was ended.
+        A session whose request has begun, and that is still there under `epoch` and `owner`, keeps what was
+        saved, and its journal is lengthened to token_ids. Raises OutOfSyncError when they don't begin with
+        it, StaleError when the session has a newer epoch or another owner, or was ended.
         """
         args = (owner, lease_ms, _to_bytes(token_ids), round_number)
         outcome, *detail = await self._fenced("restore", tenant, session_id, epoch, *args)
@@ -141,10 +158,18 @@ class Registry:
         draft: WorkerHandle | None,
         revision: int,
         round_number: int,
+        length: int,
     ) -> None:
-        """Store what the session's next request needs, and renew the lease."""
-        fields = (_pack(target), _pack(draft), revision, round_number)
-        await self._fenced("save", tenant, session_id, epoch, *fields)
+        """Store what the session's next request needs, and renew the lease.
+
+        length: tokens of the journal. Raises OutOfSyncError when it has another length.
+        """
+        fields = (_pack(target), _pack(draft), revision, round_number, length)
+        outcome, *detail = await self._fenced("save", tenant, session_id, epoch, *fields)
+        if outcome == b"out_of_sync":
+            raise OutOfSyncError(
+                f"the journal of session {session_id!r} holds {detail[0]} tokens, expected {length}"
+            )
 
     async def save_request(self, tenant: str, session_id: str, epoch: int, request: bytes) -> None:
         """Store the session's last request until the next one is, and renew the lease.
@@ -161,12 +186,15 @@ class Registry:
         """
         await self._fenced("end_session", tenant, session_id, epoch, keep_ms)
 
-    async def delete_session(self, tenant: str, session_id: str) -> SessionRecord | None:
+    async def delete_session(
+        self, tenant: str, session_id: str, remember_ms: int = 600_000
+    ) -> SessionRecord | None:
         """Delete a session and return what was there, so that its handles can be freed; None without one.
 
+        remember_ms: how long it can be told from one that Redis lost.
         Raises SessionBusyError while a request runs on it.
         """
-        outcome, *detail = await self._run("delete_session", tenant, session_id)
+        outcome, *detail = await self._run("delete_session", tenant, session_id, remember_ms)
         if outcome == b"busy":
             raise _busy(session_id, detail[0])
         return _record(tenant, session_id, detail[0]) if outcome == b"ok" else None
@@ -226,7 +254,7 @@ def _record(tenant: str, session_id: str, fields: list[Any]) -> SessionRecord:
     return SessionRecord(
         tenant=tenant,
         session_id=session_id,
-        epoch=int(epoch),
+        epoch=int(epoch or 0),
         token_ids=tuple(np.frombuffer(journal or b"", dtype="<u4").tolist()),
         target=_unpack(target),
         draft=_unpack(draft),

@@ -50,5 +50,6 @@ def result(
             drafter=drafter,
             requested_rule=None,
             rule_reason="",
+            durable=True,
         ),
     )

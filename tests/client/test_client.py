@@ -262,6 +262,25 @@ def test_what_is_wrong_by_itself_is_refused_before_a_call(
     assert script.requests == []
 
 
+def test_what_was_seen_of_a_session_goes_with_its_next_request(address: str, script: Script) -> None:
+    with Client(address) as client:
+        for options in (
+            {"session_id": "s"},
+            {"session_id": "s"},
+            {"session_id": "s", "session_length": 3},
+            {"session_id": "s", "tenant": "other"},
+            {},
+            {},
+        ):
+            client.generate("Hi", **options).result()
+        client.generate("Hi", session_id="left").read()
+        client.generate("Hi", session_id="left").result()
+        client.close_session("s")
+        client.generate("Hi", session_id="s").result()
+    generated = [r for r in script.requests if isinstance(r, coordinator_pb2.GenerateRequest)]
+    assert [request.session_length for request in generated] == [0, 9, 3, 0, 0, 0, 0, 8, 0]
+
+
 def test_session_and_description(address: str, script: Script) -> None:
     script.description = coordinator_pb2.DescribeResponse(
         protocol_version=1,

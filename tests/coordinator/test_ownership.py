@@ -152,6 +152,7 @@ async def test_another_s_tokens_end_the_session(registry: Registry, redis_url: s
     with Redis.from_url(redis_url) as client:
         async with own(registry) as first:
             first.session.tokens.extend([1, 2])
+            first.begin(0, b"")
             assert await first.journal.acknowledged(2)
             client.set(journal_key(client), b"\x09\x00\x00\x00", keepttl=True)
             first.session.tokens.extend([3])

@@ -12,7 +12,6 @@ from typing import Unpack
 
 import pytest
 import torch
-from redis import Redis
 
 from protos.v1 import target_pb2
 from splitspec.cli.health import health_status
@@ -21,9 +20,8 @@ from splitspec.cli.stack import Stack
 from splitspec.client import AsyncClient, AsyncGeneration, Chunk, GenerateOptions, Message
 from splitspec.engine.feed import PIECE
 from splitspec.errors import InvalidRequestError, OverloadedError, SessionBusyError, UnavailableError
-from splitspec.registry import EmbeddedRedis
 from splitspec.types import Origin
-from tests.integration.conftest import PATIENT, loads, target_load, tiny_stack
+from tests.integration.conftest import loads, target_load, tiny_stack
 from tests.integration.proxy import Proxy
 from tests.waiting import until
 
@@ -270,36 +268,6 @@ async def test_draft_worker_rejoins_the_running_request(tiny_model: Path) -> Non
         lost = origins.index(Origin.PLAIN, 5)
         assert Origin.ACCEPTED in origins[lost:]
         assert [token.id for chunk in chunks for token in chunk.tokens] == expected
-
-
-async def test_redis_stopped_in_mid_stream(tiny_model: Path) -> None:
-    with EmbeddedRedis() as redis:
-        stack = Stack(
-            model=tiny_model,
-            drafters=[f"model={tiny_model}"],
-            coordinator_args=PATIENT,
-            redis_url=redis.url,
-        )
-        async with stack, AsyncClient(stack.address) as client:
-            generation = greedy(client, PROMPT, max_tokens=1200, session_id="away", num_draft_tokens=1)
-            chunks: list[Chunk] = []
-            stopped = resumed = False
-            async for chunk in generation:
-                chunks.append(chunk)
-                if len(chunks) == 5:
-                    os.kill(redis.pid, signal.SIGSTOP)
-                    stopped = True
-                    asyncio.get_running_loop().call_later(2, os.kill, redis.pid, signal.SIGCONT)
-                resumed = resumed or (stopped and not chunks[-2].durable and chunk.durable)
-            assert [chunk.durable for chunk in chunks[:5]] == [True] * 5
-            assert any(not chunk.durable for chunk in chunks)
-            assert resumed
-            ids = [token.id for chunk in chunks for token in chunk.tokens]
-            with Redis.from_url(redis.url) as raw:
-                journal = raw.get("splitspec:{/away}:journal")
-            assert isinstance(journal, bytes)
-            assert len(journal) == 4 * (len(PROMPT) + 1200)
-            assert ids[-1] == int.from_bytes(journal[-4:], "little")
 
 
 async def test_client_that_vanishes_frees_the_workers(tiny: Stack) -> None:

@@ -32,7 +32,7 @@ async def call_as_owner(registry: Registry, call: str, epoch: int) -> None:
         case "restore":
             await registry.restore(*session, "a", LEASE_MS, [1])
         case "save":
-            await registry.save(*session, target=TARGET, draft=DRAFT, revision=1, round_number=1)
+            await registry.save(*session, target=TARGET, draft=DRAFT, revision=1, round_number=1, length=0)
         case "save_request":
             await registry.save_request(*session, REQUEST)
         case "end and keep":

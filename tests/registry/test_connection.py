@@ -98,7 +98,7 @@ async def test_redis_goes_away_and_comes_back(server: EmbeddedRedis) -> None:
             registry.append("t", "s", 1, 0, [1]),
             registry.renew("t", "s", 1),
             registry.restore("t", "s", 1, "a", LEASE_MS, [1]),
-            registry.save("t", "s", 1, target=None, draft=None, revision=1, round_number=1),
+            registry.save("t", "s", 1, target=None, draft=None, revision=1, round_number=1, length=0),
             registry.save_request("t", "s", 1, b"request"),
             registry.end("t", "s", 1, 0),
             registry.delete_session("t", "s"),

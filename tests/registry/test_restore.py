@@ -36,7 +36,7 @@ async def test_a_repeated_restore_keeps_what_was_saved(registry: Registry, clien
     epoch = (await open_session(registry)).epoch
     client.flushall()
     await registry.restore("t", "s", epoch, "a", LEASE_MS, [1])
-    await registry.save("t", "s", epoch, target=TARGET, draft=DRAFT, revision=4, round_number=2)
+    await registry.save("t", "s", epoch, target=TARGET, draft=DRAFT, revision=4, round_number=2, length=1)
     await registry.save_request("t", "s", epoch, REQUEST)
     await registry.restore("t", "s", epoch, "a", LEASE_MS, [1])
     await registry.restore("t", "s", epoch, "a", LEASE_MS, [1, 2, 3])
@@ -57,7 +57,7 @@ async def test_a_repeated_restore_keeps_what_was_saved(registry: Registry, clien
 )
 async def test_a_restore_takes_no_token_back(registry: Registry, token_ids: list[int]) -> None:
     epoch = (await open_session(registry)).epoch
-    await registry.append("t", "s", epoch, 0, [1, 2])
+    await registry.begin("t", "s", epoch, 0, [1, 2], 0, b"")
     with pytest.raises(OutOfSyncError, match=f"holds 2 tokens.* {len(token_ids)} to be restored"):
         await registry.restore("t", "s", epoch, "a", LEASE_MS, token_ids)
     assert (await open_session(registry)).token_ids == (1, 2)

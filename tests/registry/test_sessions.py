@@ -4,7 +4,7 @@ import pytest
 from redis import Redis
 from redis.crc import key_slot
 
-from splitspec.errors import NotFoundError, OutOfSyncError, SessionBusyError
+from splitspec.errors import NotFoundError, OutOfSyncError, SessionBusyError, StaleError
 from splitspec.registry import Registry, SessionRecord
 from tests.registry.owner import DRAFT, LEASE_MS, REQUEST, TARGET, keys_of, open_session
 
@@ -12,7 +12,7 @@ from tests.registry.owner import DRAFT, LEASE_MS, REQUEST, TARGET, keys_of, open
 async def test_the_next_owner_finds_what_the_last_one_left(registry: Registry) -> None:
     epoch = (await open_session(registry)).epoch
     await registry.append("t", "s", epoch, 0, [0, 7, 2**32 - 1])
-    await registry.save("t", "s", epoch, target=TARGET, draft=DRAFT, revision=5, round_number=3)
+    await registry.save("t", "s", epoch, target=TARGET, draft=DRAFT, revision=5, round_number=3, length=3)
     await registry.save_request("t", "s", epoch, REQUEST)
     await registry.append("t", "s", epoch, 3, [9])
     await registry.end("t", "s", epoch, keep_ms=LEASE_MS)
@@ -35,7 +35,7 @@ async def test_a_request_is_kept_until_the_next_one(registry: Registry) -> None:
     epoch = (await open_session(registry)).epoch
     await registry.save_request("t", "s", epoch, b"first")
     epoch = (await open_session(registry)).epoch
-    await registry.save("t", "s", epoch, target=TARGET, draft=DRAFT, revision=1, round_number=1)
+    await registry.save("t", "s", epoch, target=TARGET, draft=DRAFT, revision=1, round_number=1, length=0)
     record = await open_session(registry)
     assert record.request == b"first"
     await registry.save_request("t", "s", record.epoch, b"second")
@@ -63,8 +63,8 @@ async def test_a_request_begins_in_the_place_of_what_it_doesn_t_keep(registry: R
 
 async def test_handles_can_be_unset(registry: Registry) -> None:
     epoch = (await open_session(registry)).epoch
-    await registry.save("t", "s", epoch, target=TARGET, draft=DRAFT, revision=1, round_number=1)
-    await registry.save("t", "s", epoch, target=TARGET, draft=None, revision=2, round_number=2)
+    await registry.save("t", "s", epoch, target=TARGET, draft=DRAFT, revision=1, round_number=1, length=0)
+    await registry.save("t", "s", epoch, target=TARGET, draft=None, revision=2, round_number=2, length=0)
     record = await open_session(registry)
     assert (record.target, record.draft) == (TARGET, None)
 
@@ -121,7 +121,7 @@ async def test_deletion_returns_what_was_there(registry: Registry, client: Redis
     assert await registry.delete_session("t", "s") is None
     epoch = (await open_session(registry)).epoch
     await registry.append("t", "s", epoch, 0, [1, 2])
-    await registry.save("t", "s", epoch, target=TARGET, draft=DRAFT, revision=4, round_number=2)
+    await registry.save("t", "s", epoch, target=TARGET, draft=DRAFT, revision=4, round_number=2, length=2)
     await registry.save_request("t", "s", epoch, REQUEST)
     with pytest.raises(SessionBusyError, match="'s'"):
         await registry.delete_session("t", "s")
@@ -129,13 +129,30 @@ async def test_deletion_returns_what_was_there(registry: Registry, client: Redis
     assert await registry.delete_session("t", "s") == SessionRecord(
         "t", "s", epoch, (1, 2), TARGET, DRAFT, 4, 2, REQUEST
     )
-    assert keys_of(client) == []
+    assert await registry.delete_session("t", "s", remember_ms=1) is None
+    with pytest.raises(StaleError):
+        await registry.restore("t", "s", epoch, "a", LEASE_MS, [1, 2, 3])
+
+
+async def test_a_deletion_is_remembered_for_a_while(registry: Registry, client: Redis) -> None:
+    epoch = (await open_session(registry)).epoch
+    await registry.append("t", "s", epoch, 0, [1, 2])
+    await registry.end("t", "s", epoch, keep_ms=LEASE_MS)
+    await registry.delete_session("t", "s", remember_ms=LEASE_MS)
+    (key,) = keys_of(client)
+    assert 0 < client.pttl(key) <= LEASE_MS
+    found: list[SessionRecord] = []
+    opened = await registry.open_session("t", "s", "b", LEASE_MS, at_least=1, accept=found.append)
+    assert [(record.epoch, record.token_ids) for record in found] == [(epoch + 1, ())]
+    assert (opened.token_ids, opened.request) == ((), b"")
+    await registry.end("t", "s", opened.epoch, keep_ms=LEASE_MS)
+    assert await registry.delete_session("t", "s") is not None
 
 
 async def test_a_crash_leaves_no_key_for_ever(registry: Registry, client: Redis) -> None:
     epoch = (await open_session(registry)).epoch
     await registry.append("t", "s", epoch, 0, [1])
-    await registry.save("t", "s", epoch, target=TARGET, draft=DRAFT, revision=1, round_number=1)
+    await registry.save("t", "s", epoch, target=TARGET, draft=DRAFT, revision=1, round_number=1, length=1)
     expiries = [client.pttl(key) for key in keys_of(client)]
     assert len(expiries) == 2
     assert all(LEASE_MS < expiry < LEASE_MS + 3_600_000 for expiry in expiries)
