@@ -148,6 +148,17 @@ def test_forks_write_into_blocks_of_their_own(model: CausalLM, length: int) -> N
     assert len({kv.table[-1] for kv in (first, second, third)}) == 3
 
 
+def test_what_a_fork_finishes_is_its_tenant_s(model: CausalLM) -> None:
+    text = tiny.text(3 * SIZE)
+    first = model.new_kv("a")
+    model.forward(first, text[: SIZE + 1], 0)
+    first.finalise(SIZE + 1)
+    second = first.fork()
+    model.forward(second, text[SIZE + 1 :], 0)
+    second.finalise(3 * SIZE)
+    assert [model.new_kv(tenant, text).length for tenant in ("a", "", "b")] == [3 * SIZE, 0, 0]
+
+
 def test_the_least_recently_used_is_evicted_last_blocks_first(directory: Path) -> None:
     model = small(directory, 6)
     texts = [tiny.text(2 * SIZE, seed) for seed in range(3)]
