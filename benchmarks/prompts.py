@@ -52,7 +52,7 @@ def questions(per_group: int | None, groups: Collection[str] = GROUPS) -> list[Q
 
 def prompts(directory: Path, per_group: int, length: int) -> list[tuple[int, ...]]:
     """First turns of Spec-Bench in the model's chat template, group by group, the last tokens of each."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     turns = [[{"role": "user", "content": question.turns[0]}] for question in questions(per_group)]
     texts = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
     return [tuple(text[-length:]) for text in texts]

@@ -149,7 +149,7 @@ def main() -> None:
         kv_memory_bytes=2**28,
         feature_layers=layers,
     )
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     held_out = [e for e in read_examples(args.data, tokenizer, 128 if args.quick else 512) if e.is_validation]
     result = {}
     for mode, (temperature, rule) in MODES.items():

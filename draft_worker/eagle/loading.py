@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from draft_worker.eagle.model import EagleLM
 from draft_worker.eagle.network import EagleConfig, EagleNetwork
 from draft_worker.eagle.vocabulary import DraftVocabulary
 from protos.v1 import common_pb2
-from splitspec.engine.loading import max_context, parse_device, parse_dtype, weights_hash, wrong_model
+from splitspec.engine.loading import DTYPES, library_config, max_context, parse_device, parse_dtype
 from splitspec.engine.paged import BLOCK_SIZE
+from splitspec.engine.weights import named, not_finite, weight_files, weights_hash, wrong_model
 from splitspec.errors import ConfigError
 from splitspec.vocabulary import Vocabulary
 
@@ -55,10 +56,16 @@ def load_eagle(
         device=place.type,
         vocabulary_hash=vocabulary.hash,
         vocabulary_size=size,
-        max_context=max_context(_library_config(target), target_name),
+        max_context=max_context(library_config(target, target_name), target_name),
     )
+    network = network.requires_grad_(False).to(place, element)
+    if broken := not_finite(network):
+        raise ConfigError(
+            f"the EAGLE draft {name!r} has weights that aren't finite in {dtype}: {named(broken)}",
+            field="drafters",
+        )
     model = EagleLM(
-        network.requires_grad_(False).to(place, element),
+        network,
         embedding.to(place, element),
         info,
         kv_memory_bytes=kv_memory_bytes,
@@ -73,23 +80,25 @@ def load_embedding(directory: Path, name: str) -> torch.Tensor:
 
     name: what the user calls the model. Raises ConfigError naming `model`.
     """
+    config = library_config(directory, name)
     try:
         with torch.device("meta"):
-            config = _library_config(directory)
-            model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
         weight = model.get_input_embeddings().weight
         key = next(key for key, parameter in model.named_parameters() if parameter is weight)
-        found: torch.Tensor = next(f.get_tensor(key) for f in _files(directory) if key in f.keys())  # noqa: SIM118
-        return found
+        found: torch.Tensor = next(f.get_tensor(key) for f in _files(directory, name) if key in f.keys())  # noqa: SIM118
     except Exception as error:  # the libraries raise nothing more specific
         raise wrong_model(name, "a model with its input embedding in safetensors", error) from error
+    if found.shape != weight.shape or found.dtype not in DTYPES.values():
+        raise wrong_model(
+            name,
+            f"an input embedding of the shape {list(weight.shape)} in {', '.join(DTYPES)} (its files have "
+            f"{list(found.shape)} in {found.dtype})",
+        )
+    return found
 
 
-def _files(directory: Path) -> Iterator[Any]:
-    for path in sorted(directory.glob("*.safetensors")):
+def _files(directory: Path, name: str) -> Iterator[Any]:
+    for path in weight_files(directory, name):
         with safe_open(path, framework="pt") as file:
             yield file
-
-
-def _library_config(directory: Path) -> Any:
-    return AutoConfig.from_pretrained(directory, local_files_only=True)

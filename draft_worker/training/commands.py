@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer
 
 from draft_worker.eagle.network import EagleConfig, EagleNetwork
 from draft_worker.training.cache import FeatureCache, Row, load_batch
@@ -24,7 +23,8 @@ from draft_worker.training.progress import Rate
 from draft_worker.training.target import Teacher
 from splitspec.engine.causal_lm import CausalLM
 from splitspec.engine.features import parse_feature_layers
-from splitspec.engine.loading import count_layers, load_library_model, parse_device, weights_hash
+from splitspec.engine.loading import count_layers, library_tokenizer, load_library_model, parse_device
+from splitspec.engine.weights import weights_hash
 from splitspec.errors import ConfigError
 from splitspec.models import fetch_demo_model, resolve_model
 
@@ -80,7 +80,7 @@ def write_data(
     begun = len(answered)
     writer = DataWriter(
         model,
-        AutoTokenizer.from_pretrained(directory, local_files_only=True),
+        library_tokenizer(directory, name),
         parallel=parallel,
         max_prompt_tokens=max_prompt_tokens,
         max_answer_tokens=max_answer_tokens,

@@ -14,7 +14,7 @@ from draft_worker.training.acceptance import Acceptance
 from draft_worker.training.cache import Batch, Row, load_batch
 from draft_worker.training.losses import head_cross_entropy
 from draft_worker.training.target import Teacher
-from splitspec.engine.loading import weights_hash
+from splitspec.engine.weights import weights_hash
 from splitspec.vocabulary import Vocabulary
 
 #: Draft tokens of the chains that acceptance is judged over.

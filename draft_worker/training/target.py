@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
-from splitspec.engine.loading import decoder_layers, load_library_model, wrong_model
+from splitspec.engine.loading import decoder_layers, library_tokenizer, load_library_model
+from splitspec.engine.weights import wrong_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Teacher:
     ) -> Teacher:
         """Raises ConfigError naming `model` for one that can't be a teacher."""
         model = load_library_model(directory, name, dtype, device, None, None).requires_grad_(False)
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = library_tokenizer(directory, name)
         teacher = cls(name, directory, model, tokenizer, tuple(layers))
         with torch.inference_mode():
             ids = torch.arange(8, device=device)[None]

@@ -25,6 +25,8 @@ NAME = "splitspec"
 #: Values are summed over so many keys at once. Measured in float32: sums over up to 384 have one order on an
 #: Intel Xeon, over fewer than 192 on an AMD EPYC. The self-test looks whether these have it here.
 _UNIT = 128
+#: Columns that leave rows aligned, which a product's sums depend on.
+_ALIGNED = 16
 #: Products of fewer multiplications take a kernel of torch's own, and so do in half precision all products
 #: of a call when they come to no more than the second figure.
 _SMALLEST_PRODUCT = 400
@@ -93,12 +95,14 @@ def paged_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **checked: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write the pass's keys and values to the pool and attend to all that each row sees.
 
     query [1, heads, rows, key size], key and value [1, KV heads, rows, size]; returns
-    [1, rows, heads, value size]. checked: what the probe has seen to be without effect.
+    [1, rows, heads, value size]. s_aux: [heads] attention sinks, each the score of one more key whose value
+    is zero. checked: what the probe has seen to be without effect.
     """
     keys, values = ragged.pool.keys[module.layer_idx], ragged.pool.values[module.layer_idx]
     for held, fed in ((keys, key), (values, value)):
@@ -107,18 +111,23 @@ def paged_attention(
     num_kv_heads, value_size = values.shape[2:]
     scale = key_size**-0.5 if scaling is None else scaling
     if ragged.flex:
-        attended = attend(query, keys, values, ragged.plan(sliding_window), scale, softcap)
-        return attended.expand(-1, num_rows, -1).transpose(0, 1).unsqueeze(0), None
+        attended = attend(query, keys, values, ragged.plan(sliding_window), scale, softcap, s_aux)
+        return _as_rows(attended, num_rows), None
+    sinks = None if s_aux is None else s_aux.view(num_kv_heads, -1, 1)
     parts = []
     for tile in ragged.tiles(sliding_window, num_heads // num_kv_heads):
         rows = query[0].index_select(1, tile.rows).view(num_kv_heads, -1, key_size)
         seen = tile.of(keys), tile.of(values)
         with threads.worth(seen[0].nbytes + seen[1].nbytes, rows.shape[1]):
-            result = product(rows, *seen, tile.bias, scale, softcap)
+            result = product(rows, *seen, tile.bias, scale, softcap, sinks)
         parts.append(result.view(num_heads, -1, value_size)[:, : tile.num_rows])
     attended = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    # A pass of a single row has it twice.
-    return attended.expand(-1, num_rows, -1).transpose(0, 1).unsqueeze(0), None
+    return _as_rows(attended, num_rows), None
+
+
+def _as_rows(attended: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """[heads, rows, value size] to [1, rows, heads, value size]; a pass of a single row has it twice."""
+    return attended.expand(-1, num_rows, -1).transpose(0, 1).unsqueeze(0).contiguous()
 
 
 def product(
@@ -128,19 +137,24 @@ def product(
     bias: torch.Tensor,
     scale: float,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """query [KV heads, rows, key size], keys and values [KV heads, keys, size], bias [rows, keys]; returns
-    [KV heads, rows, value size].
+    """query [KV heads, rows, key size], keys and values [KV heads, keys, size], bias [rows, keys], sinks
+    [KV heads, query heads of each, 1]; returns [KV heads, rows, value size].
     """
     # In float32 the library's fused product orders its sums by the number of keys.
-    if query.dtype != torch.float32 and softcap is None:
+    if query.dtype != torch.float32 and softcap is None and sinks is None:
         return functional.scaled_dot_product_attention(
             query[None], keys[None], values[None], attn_mask=bias, scale=scale
         )[0]
     scores = torch.bmm(query * scale, keys.transpose(1, 2))
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
-    weights = torch.softmax(scores.add_(bias), dim=-1)
+    scores.add_(bias)
+    if sinks is not None:
+        column = sinks.repeat_interleave(scores.shape[1] // sinks.shape[1], dim=1).to(scores)
+        scores = torch.cat([scores, functional.pad(column, (0, _ALIGNED - 1), value=-torch.inf)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : keys.shape[1]]
     first, *rest = zip(torch.split(weights, _UNIT, dim=2), torch.split(values, _UNIT, dim=1), strict=True)
     result = torch.bmm(*first)
     for unit in rest:

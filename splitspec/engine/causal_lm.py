@@ -31,7 +31,7 @@ from splitspec.engine.loading import (
 from splitspec.engine.memory import quarter_of_free_memory
 from splitspec.engine.paged import BLOCK_SIZE, PagedLM
 from splitspec.engine.plan import to_device, twice_if_single
-from splitspec.engine.probe import Probe, probe
+from splitspec.engine.probe import Probe, probe, refused
 from splitspec.engine.selftest import rows_are_independent
 from splitspec.special_tokens import SpecialTokens
 from splitspec.vocabulary import Vocabulary
@@ -85,7 +85,8 @@ class CausalLM(PagedLM):
         self._ranks = ranks
         self._flex = flex
         if ranks is None or ranks.is_first:
-            info.deterministic = rows_are_independent(self)
+            with refused(info.name):
+                info.deterministic = rows_are_independent(self)
 
     @classmethod
     def load(
@@ -182,7 +183,7 @@ def _eos_token_ids(model: PreTrainedModel, directory: Path, vocabulary: Vocabula
     generation = getattr(model, "generation_config", None)
     ids = getattr(generation, "eos_token_id", None)
     if ids is None:
-        ids = model.config.get_text_config(decoder=True).eos_token_id
+        ids = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
     ends = [ids] if isinstance(ids, int) else list(ids or [])
     named = SpecialTokens.load(directory).named.get("eos_token")
     own = vocabulary.tokenizer.token_to_id(named) if named else None

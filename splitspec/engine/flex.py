@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from splitspec.engine.blocks import BlockPool
 from splitspec.engine.plan import Span, to_device
@@ -128,18 +128,24 @@ def attend(
     plan: FlexPlan,
     scale: float,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """query [1, heads, rows, key size], keys and values [blocks, tokens, KV heads, size] of a layer; returns
-    [heads, rows of the plan, value size]."""
-    attended = _kernel(query.device.type)(
+    """query [1, heads, rows, key size], keys and values [blocks, tokens, KV heads, size] of a layer, sinks
+    [heads]; returns [heads, rows of the plan, value size]."""
+    attended, found = _kernel(query.device.type)(
         query.index_select(2, plan.rows),
         *(held.flatten(0, 1).transpose(0, 1)[None] for held in (keys, values)),
         score_mod=None if softcap is None else _capped(softcap),
         block_mask=plan.mask,
         scale=scale,
         enable_gqa=query.shape[1] != keys.shape[2],
+        return_aux=AuxRequest(lse=sinks is not None),
     )
     result: torch.Tensor = attended[0].index_select(1, plan.places)
+    if sinks is not None:
+        # The share of its attention that a row has for keys, beside its head's sink.
+        logarithm = found.lse[0].index_select(1, plan.places)
+        result *= torch.sigmoid(logarithm.float() - sinks.float()[:, None])[..., None]
     return result
 
 

@@ -127,14 +127,16 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 @torch.inference_mode()
 def pack_linears(model: nn.Module, found: Probe, slabs: Slabs) -> None:
-    """Replace all linear layers; the weights in their first order are freed, but for a tied embedding's."""
+    """Replace all linear layers but those in found.read; the weights in their first order are freed, but for
+    a tied embedding's.
+    """
     for siblings in found.siblings:
         layers: list[Any] = [getattr(parent, name) for parent, name in siblings]
         if len({layer.bias is None for layer in layers}) == 1:
             _join(siblings, layers, slabs)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
+            if type(child) is nn.Linear and child not in found.read:
                 setattr(parent, name, PackedLinear(child.weight, child.bias, slabs))
 
 

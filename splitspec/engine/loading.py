@@ -5,25 +5,35 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import struct
-from collections.abc import Sequence
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging as library_logging
 
+from splitspec.engine.weights import (
+    check_files,
+    check_finite,
+    check_report,
+    named,
+    weights_hash,
+    wrong_model,
+)
 from splitspec.errors import ConfigError
 
 if TYPE_CHECKING:
     from splitspec.engine.parallel import Ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_SAMPLE_BYTES = 4096
-_SAMPLE_STRIDE = 1024 * 1024
+_UNCONVERTED = re.compile(r"^(\S+) *\|[^|]*CONVERSION", re.MULTILINE)
 
 
 def parse_dtype(name: str) -> torch.dtype:
@@ -61,7 +71,7 @@ def parse_device(name: str) -> torch.device:
 
 def count_layers(directory: Path, name: str) -> int:
     """Decoder layers of a checkpoint, without loading it. Raises ConfigError naming `model`."""
-    count: int = _config(directory, name).get_text_config(decoder=True).num_hidden_layers
+    count: int = library_config(directory, name).get_text_config(decoder=True).num_hidden_layers
     return count
 
 
@@ -80,31 +90,36 @@ def load_library_model(
     or broken weights; and for a layer that doesn't exist.
     """
     library_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    config = _config(directory, name)
+    config = library_config(directory, name)
     if config.is_encoder_decoder or (kinds := _unrewindable(config)):
         what = "an encoder" if config.is_encoder_decoder else ", ".join(kinds)
         raise wrong_model(name, f"a model whose KV can be rewound ({config.model_type} has {what})")
+    _check_quantization(config, name)
+    check_files(directory, config, name)
     split = {} if ranks is None else ranks.loading_options(config, name)
     model: Any
     report: dict[str, Any]
     # The library raises all sorts of errors for broken weights; each means that this model can't be used.
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            **split,
-        )  # type: ignore[misc]
+        with _report_kept() as unconverted:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                attn_implementation=None,  # config.json could name a kernel to download
+                ignore_mismatched_sizes=True,  # reported, and refused below
+                output_loading_info=True,
+                **split,
+            )  # type: ignore[misc]
     except Exception as error:
-        raise wrong_model(name, "a causal language model with safetensors weights", error) from error
-    if report["missing_keys"]:
-        missing = sorted(report["missing_keys"])
-        raise wrong_model(
-            name, f"weights for every parameter ({len(missing)} are missing, such as {missing[0]})"
-        )
+        if unconverted:
+            expected = "tensors that the model's parameters can be made of"
+            raise wrong_model(name, f"{expected} (not so: {named(unconverted)})") from error
+        raise _unreadable(name, "a causal language model with safetensors weights", error) from error
+    check_report(report, name)
     if model._is_stateful:
         raise wrong_model(name, f"a model whose KV can be rewound ({config.model_type} has other state)")
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
@@ -114,7 +129,60 @@ def load_library_model(
     if keep_layers is not None:
         _keep_layers(model, name, keep_layers)
     loaded: PreTrainedModel = model.to(device).eval()
+    check_finite(loaded, dtype, name)
     return loaded
+
+
+def library_tokenizer(directory: Path, name: str) -> Any:
+    """The library's tokenizer with its chat template. Raises ConfigError naming `model`."""
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the library raises nothing more specific
+        raise _unreadable(name, "a model whose tokenizer can be read", error) from error
+
+
+def _unreadable(name: str, expected: str, error: Exception) -> ConfigError:
+    """The refusal of a model that the library raised `error` for. Code that comes with one is never run."""
+    if "trust_remote_code" in str(error):
+        return wrong_model(name, "one that the library has the code for (what comes with it is never run)")
+    return wrong_model(name, expected, error)
+
+
+@contextmanager
+def _report_kept() -> Iterator[list[str]]:
+    """Holds back the tables that the library logs of a model's weights. Gives the parameters that it could
+    not make of their tensors, which stand nowhere else.
+    """
+    unconverted: list[str] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        unconverted.extend(_UNCONVERTED.findall(text))
+        return "LOAD REPORT" not in text
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(keep)
+    try:
+        yield unconverted
+    finally:
+        logger.removeFilter(keep)
+
+
+def _check_quantization(config: Any, name: str) -> None:
+    """Raises ConfigError for a kind that the library doesn't know: it would take its integers for weights."""
+    text = config.get_text_config(decoder=True)
+    found = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
+    if found is None:
+        return
+    try:
+        known = AutoHfQuantizer.supports_quant_method(found)  # type: ignore[no-untyped-call]
+    except Exception:  # a value that says nothing
+        known = False
+    if not known:
+        method = found.get("quant_method") if isinstance(found, dict) else found
+        raise wrong_model(
+            name, f"no quantization, or one that the library knows (its config.json says {method!r})"
+        )
 
 
 def _unrewindable(config: Any) -> list[str]:
@@ -127,11 +195,12 @@ def _unrewindable(config: Any) -> list[str]:
     return sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer})
 
 
-def _config(directory: Path, name: str) -> Any:
+def library_config(directory: Path, name: str) -> Any:
+    """The library's config of a model. Raises ConfigError naming `model`."""
     try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise wrong_model(name, "a model with a readable config.json", error) from error
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a wrong value raises whatever its check or its use does
+        raise _unreadable(name, "a model with a readable config.json", error) from error
 
 
 def decoder_layers(model: PreTrainedModel, name: str) -> nn.ModuleList:
@@ -187,37 +256,3 @@ def fingerprint(
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     digest.update(json.dumps([str(dtype), device.type, kept, weights_hash(directory)]).encode())
     return digest.hexdigest()
-
-
-def weights_hash(directory: Path) -> str:
-    """Hash of a checkpoint's weights, however they are cut into files and whatever they are served as.
-
-    Of each tensor it takes the name, shape and type, and 4 KiB of every MiB of content: a hash of 140 GB
-    would take minutes at each start, and any training step changes nearly every weight. Raises ConfigError
-    naming `model` for a directory without weights or with broken ones.
-    """
-    tensors: list[tuple[str, str, list[int], str]] = []
-    try:
-        for path in directory.glob("*.safetensors"):
-            with path.open("rb") as file:
-                start = 8 + struct.unpack("<Q", file.read(8))[0]
-                header = json.loads(file.read(start - 8))
-                header.pop("__metadata__", None)
-                for tensor, entry in header.items():
-                    first, last = entry["data_offsets"]
-                    content = hashlib.sha256()
-                    for offset in range(start + first, start + last, _SAMPLE_STRIDE):
-                        file.seek(offset)
-                        content.update(file.read(min(_SAMPLE_BYTES, start + last - offset)))
-                    tensors.append((tensor, entry["dtype"], entry["shape"], content.hexdigest()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise wrong_model(str(directory), "a model with intact safetensors weights", error) from error
-    if not tensors:
-        raise wrong_model(str(directory), "a model with safetensors weights")
-    return hashlib.sha256(json.dumps(sorted(tensors)).encode()).hexdigest()
-
-
-def wrong_model(name: str, expected: str, error: Exception | None = None) -> ConfigError:
-    """What every model gets that can't be used."""
-    reason = f": {' '.join(str(error).split())[:300]}" if error else ""
-    return ConfigError(f"model is {name!r}, expected {expected}{reason}", field="model")

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 
-from splitspec.engine.loading import wrong_model
+from splitspec.engine.weights import wrong_model
 from splitspec.errors import ConfigError
 
 _GATHERED = ("colwise_gather_output", "colwise_rep")

@@ -16,8 +16,8 @@ from draft_worker.eagle.model import EagleLM
 from draft_worker.eagle.network import EagleConfig, EagleNetwork, TargetIdentity
 from draft_worker.eagle.vocabulary import DraftVocabulary
 from protos.v1 import common_pb2
-from splitspec.engine.loading import weights_hash
 from splitspec.engine.scheduler import Steps
+from splitspec.engine.weights import weights_hash
 from splitspec.vocabulary import Vocabulary
 from splitspec.wire import Draft
 from tests.engine import tiny

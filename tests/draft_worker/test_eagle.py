@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from draft_worker.drafters import DrafterSpec, Loading, build_drafter
 from draft_worker.drafters.eagle import EagleDrafter
@@ -390,6 +393,26 @@ class TestLoading:
         smaller = tiny.checkpoint(tmp_path / "smaller", tiny.CONFIGS["llama"], vocabulary=90)
         with pytest.raises(HandshakeError, match="with the vocabulary hash"):
             load(directory, smaller)
+
+    @pytest.mark.parametrize(
+        ("change", "expected"),
+        [
+            (lambda tensors: tensors.pop("fuse.weight"), r"Missing key.*fuse\.weight"),
+            (lambda tensors: tensors.update({"fuse.bias": torch.ones(32)}), r"Unexpected key.*fuse\.bias"),
+            (lambda tensors: tensors["head.weight"][1, 2:3].fill_(torch.nan), r"finite.*: head\.weight"),
+            (lambda tensors: tensors.update(fuse=tensors.pop("fuse.weight")), r"Missing key.*fuse\.weight"),
+        ],
+    )
+    def test_weights_that_are_not_its_own_are_refused(
+        self, directory: Path, target: Path, tmp_path: Path, change: Any, expected: str
+    ) -> None:
+        other = tmp_path / "draft"
+        shutil.copytree(directory, other)
+        tensors = load_file(other / "model.safetensors")
+        change(tensors)
+        save_file(tensors, other / "model.safetensors")
+        with pytest.raises(ConfigError, match=expected):
+            load(other, target)
 
     def test_broken_ones_are_refused(self, directory: Path, target: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"config\.json of an EAGLE draft"):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from splitspec.engine.loading import fingerprint, weights_hash
+from splitspec.engine.loading import fingerprint
+from splitspec.engine.weights import weights_hash
 from splitspec.errors import ConfigError
 from tests.engine import tiny
 
@@ -26,6 +28,8 @@ def test_files_and_their_metadata_dont_count(directory: Path) -> None:
     for part, chosen in (("a", names[::2]), ("b", names[1::2])):
         own = {name: tensors[name] for name in chosen}
         save_file(own, directory / f"{part}.safetensors", metadata={"format": "pt", "part": part})
+    index = {name: f"{'ab'[place % 2]}.safetensors" for place, name in enumerate(names)}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     assert weights_hash(directory) == before
 
 

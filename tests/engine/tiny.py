@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
@@ -53,6 +54,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
         layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
     ),
     "gpt_neox": GPTNeoXConfig(**_COMMON),
+    "granite-sinks": CONFIG_MAPPING["granite_swa"](
+        **_WINDOWED | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    ),
 }
 
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from draft_worker.eagle.network import EagleConfig, EagleNetwork
-from splitspec.engine.loading import weights_hash
+from splitspec.engine.weights import weights_hash
 from splitspec.vocabulary import Vocabulary
 from tests.training import tiny_target
 from tests.training.conftest import Tiny
