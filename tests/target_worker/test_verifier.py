@@ -88,6 +88,17 @@ def test_each_plain_token_of_a_grant_has_the_noise_of_its_own_round(model: Simul
     assert recorder.by() == [Asked(9, number, 0, Purpose.NEXT) for number in range(5, 17)]
 
 
+def test_plain_tokens_of_a_grant_count_those_before_them(model: SimulatedLM) -> None:
+    """As if each were granted by itself: what came often comes sooner here."""
+    drawing = drawing_of(Sampling(temperature=0.0, frequency_penalty=-2.0), output=Output(3))
+    kv, text = held(model), [*TEXT]
+    for number in range(5, 17):
+        alone = verify(model, kv, text, Draft.certain(()), drawing, number, Timer())
+        text += run_alone(alone).committed
+    assert spoken(model, drawing, 12) == text[3:]
+    assert len(set(text[3:])) < 12
+
+
 def test_plain_tokens_under_shared_noise_have_that_of_their_positions(model: SimulatedLM) -> None:
     drawing = dataclasses.replace(SAMPLED, rule=Rule.SHARED_NOISE)
     with recording() as recorder:
