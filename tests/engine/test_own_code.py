@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,12 +34,18 @@ class Own(PreTrainedTokenizerFast):
 
 
 @pytest.fixture(autouse=True)
-def _nobody_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def answer(question: str = "") -> str:
-        raise AssertionError(question)
+def _nobody_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Somebody at the terminal would agree."""
+    questions: list[str] = []
 
-    monkeypatch.setattr(builtins, "input", answer)
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    def agree(question: str = "") -> str:
+        questions.append(question)
+        return "y"
+
+    monkeypatch.setattr(builtins, "input", agree)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    yield
+    assert not questions
 
 
 @pytest.fixture
