@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,7 +15,13 @@ from coordinator.claims import Claim, Left, LeftSessions
 from coordinator.journal import Journal
 from coordinator.session import Session
 from splitspec.config import CoordinatorSettings
-from splitspec.errors import NotFoundError, OutOfSyncError, SplitspecError, UnavailableError
+from splitspec.errors import (
+    NotFoundError,
+    OutOfSyncError,
+    SessionBusyError,
+    SplitspecError,
+    UnavailableError,
+)
 from splitspec.registry import Registry, SessionRecord, WorkerHandle
 from splitspec.telemetry import NO_SPAN, Span, names
 from splitspec.tokens import TokenLog
@@ -31,12 +37,26 @@ _REPAIRED_LIMIT_S = 2.0
 
 
 @dataclass(eq=False)
+class Use:
+    """A request's use of a session. over: the request has ended. left: so has what that leaves to do."""
+
+    request: asyncio.Task[Any] | None = field(default_factory=asyncio.current_task)
+    over: bool = False
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def ending(self) -> bool:
+        """The request is over or has been cancelled: the session will be free."""
+        return self.over or (self.request is not None and self.request.cancelling() > 0)
+
+
+@dataclass(eq=False)
 class Ownership:
     """One epoch of a session. `record`: the session as it was found. `keep_s`: how long it stays afterwards.
 
     target, draft: who will hold its KV afterwards. note: the last request's (coordinator.retry).
     All three are as the session was found, until the request replaces them. kept: how many of the tokens
-    that it was found with it still begins with.
+    that it was found with it still begins with. use: the request's.
     """
 
     session: Session
@@ -48,6 +68,7 @@ class Ownership:
     draft: WorkerHandle | None
     note: bytes
     kept: int
+    use: Use
 
     def put(self, kept: int, token_ids: Sequence[int]) -> None:
         """Let the session go on with other tokens behind the first `kept`. Workers and journal follow."""
@@ -148,6 +169,21 @@ class Owner:
         self._running: set[asyncio.Task[Any]] = set()
         self._repairs: dict[tuple[str, str], Repair] = {}
         self._left = LeftSessions(settings.session_keep_s)
+        self._uses: dict[tuple[str, str], Use] = {}
+
+    async def when_left(self, tenant: str, session_id: str, act: Callable[[], Awaitable[T]]) -> T:
+        """What `act` returns; when a request that is ending keeps the session busy, act again behind it.
+
+        Its client knows of the end before the session is free. Raises SessionBusyError for other requests.
+        """
+        while True:
+            try:
+                return await act()
+            except SessionBusyError:
+                use = self._uses.get((tenant, session_id))
+                if use is None or not use.ending:
+                    raise
+            await use.left.wait()
 
     @contextlib.asynccontextmanager
     async def own(
@@ -160,8 +196,8 @@ class Owner:
         last tokens aren't there, LostTokensError. A session whose request is cancelled while it is opened or
         left is left all the same, not busy for its lease.
         """
-        await self._repaired((tenant, session_id))
-        opening = self._start(self._open(tenant, session_id, keep_s, claim))
+        use = Use()
+        opening = self._start(self._open(tenant, session_id, keep_s, claim, use))
         try:
             owned, held = await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -171,6 +207,7 @@ class Owner:
         try:
             yield owned
         finally:
+            use.over = True
             await asyncio.shield(self._start(self._leave(owned, held, span)))
 
     def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -180,19 +217,14 @@ class Owner:
         return task
 
     async def _open(
-        self, tenant: str, session_id: str, keep_s: float, claim: Claim | None
+        self, tenant: str, session_id: str, keep_s: float, claim: Claim | None, use: Use
     ) -> tuple[Ownership, contextlib.AsyncExitStack]:
         """The session, and what keeps it: its journal and the renewal of its lease."""
         # Unique to the request, so that a repeated call isn't taken for another request's.
         owner = uuid.uuid4().hex
-        lease_ms = round(self._lease_s * 1000)
-        if claim is None:
-            record = await self._registry.open_session(tenant, session_id, owner, lease_ms)
-        else:
-            left = self._left.get((tenant, session_id))
-            record = await self._registry.open_session(
-                tenant, session_id, owner, lease_ms, claim.at_least(left), lambda r: claim.check(r, left)
-            )
+        record = await self.when_left(
+            tenant, session_id, lambda: self._open_record(tenant, session_id, owner, claim)
+        )
         session = Session(
             tenant,
             session_id,
@@ -206,9 +238,22 @@ class Owner:
             renewing = asyncio.create_task(self._renew(session))
             stack.callback(renewing.cancel)
             found = (record.target, record.draft, record.request, len(record.token_ids))
-            owned = Ownership(session, record, journal, self._registry, keep_s, *found)
+            owned = Ownership(session, record, journal, self._registry, keep_s, *found, use)
             journal.on_restored = owned.save_note
+            self._uses[tenant, session_id] = use
             return owned, stack.pop_all()
+
+    async def _open_record(
+        self, tenant: str, session_id: str, owner: str, claim: Claim | None
+    ) -> SessionRecord:
+        await self._repaired((tenant, session_id))
+        lease_ms = round(self._lease_s * 1000)
+        if claim is None:
+            return await self._registry.open_session(tenant, session_id, owner, lease_ms)
+        left = self._left.get((tenant, session_id))
+        return await self._registry.open_session(
+            tenant, session_id, owner, lease_ms, claim.at_least(left), lambda r: claim.check(r, left)
+        )
 
     async def _abandon(self, opening: asyncio.Task[tuple[Ownership, contextlib.AsyncExitStack]]) -> None:
         """Leave a session that nobody waits for any more, once it is open."""
@@ -232,6 +277,9 @@ class Owner:
                     )
             except SplitspecError as error:  # another coordinator owns it by now
                 log.info("session not left", session=session.session_id, error=str(error))
+        if self._uses.get(key) is owned.use:
+            del self._uses[key]
+        owned.use.left.set()
 
     def _end_repair(self, key: tuple[str, str], repair: Repair) -> None:
         if self._repairs.get(key) is repair:

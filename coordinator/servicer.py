@@ -94,8 +94,11 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         check_names(session_id=request.session_id, tenant=request.tenant)
         if not request.session_id:
             raise InvalidRequestError.of("session_id", "", "the id of a session")
+        tenant, session_id = request.tenant, request.session_id
         keep_ms = round(self._settings.session_keep_s * 1000)
-        record = await self._registry.delete_session(request.tenant, request.session_id, keep_ms)
+        record = await self._owner.when_left(
+            tenant, session_id, lambda: self._registry.delete_session(tenant, session_id, keep_ms)
+        )
         if record is not None:
             await self._workers.release(record)
         return coordinator_pb2.CloseSessionResponse(closed=record is not None)

@@ -46,7 +46,10 @@ class InvalidRequestError(SplitspecError):
     @classmethod
     def of(cls, field: str, value: object, expected: str) -> InvalidRequestError:
         """The sentence that every wrong field gets: its name, its value, what was expected."""
-        shown = repr(value)
+        try:
+            shown = repr(value)
+        except Exception:  # an integer of too many digits, or an object of the caller's
+            shown = f"an object of type {type(value).__name__}"
         if len(shown) > 80:
             shown = shown[:77] + "..."
         return cls(f"{field} is {shown}, expected {expected}", field=field)

@@ -20,7 +20,8 @@ async def converse(address: str, system: str, options: GenerateOptions, out: Con
     A turn that is refused ends alone, and the conversation goes on from what was committed; one whose session
     the service has lost is sent again with the whole conversation; a server that can't be reached ends it.
     """
-    session_id = options.setdefault("session_id", f"chat-{uuid.uuid4().hex[:12]}")
+    session_id = f"chat-{uuid.uuid4().hex[:12]}"
+    options["session_id"] = session_id
     err.print(f"session {session_id}; Ctrl-D ends it", style="dim")
     transcript = [Message("system", system)] if system else []
     unsent = list(transcript)

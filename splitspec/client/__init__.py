@@ -7,8 +7,9 @@
 `Client` is the same without `async`. Results are frozen values; errors are those of splitspec.errors.
 """
 
-from splitspec.client.asynchronous import AsyncClient, AsyncGeneration
-from splitspec.client.request import GenerateOptions, Prompt
+from splitspec.client.asynchronous import AsyncClient
+from splitspec.client.generation import AsyncGeneration
+from splitspec.client.request import GenerateOptions, Prompt, UnknownOptionError
 from splitspec.client.synchronous import Client, Generation
 from splitspec.client.values import (
     AcceptanceStats,
@@ -52,5 +53,6 @@ __all__ = [
     "Timings",
     "Token",
     "TokenLogprob",
+    "UnknownOptionError",
     "Usage",
 ]

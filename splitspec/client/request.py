@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, SupportsIndex, TypeAlias, TypedDict
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, SupportsFloat, TypeAlias, TypedDict
 
 from protos.v1 import common_pb2, coordinator_pb2
+from splitspec.client import arguments
 from splitspec.client.values import Message
 from splitspec.errors import InvalidRequestError
 from splitspec.types import MAX_MESSAGE_BYTES, Mode, Rule, Sampling, Stop
@@ -15,7 +21,9 @@ Prompt: TypeAlias = str | Sequence[Message] | Sequence[Mapping[str, str]] | Sequ
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of `generate`; what is left out has the server's default.
+    """Keyword arguments of `generate`; what is left out, or None, has its default.
+
+    Integers, numbers and lists may come from numpy or torch; a bool is no integer, nor is 1.0.
 
     temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias
     (id to number), allowed_token_ids, banned_token_ids: the distribution; temperature 0 is greedy, and the
@@ -32,56 +40,61 @@ class GenerateOptions(TypedDict, total=False):
     timeout: deadline of the whole call in seconds, 600 by default.
     """
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float]
-    allowed_token_ids: Sequence[int]
-    banned_token_ids: Sequence[int]
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Collection[int] | None
+    banned_token_ids: Collection[int] | None
     logprobs: int | None
     seed: int | None
     max_tokens: int | None
-    min_tokens: int
-    stop: Sequence[str]
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    speculate: bool
+    min_tokens: int | None
+    stop: Collection[str] | None
+    stop_token_ids: Collection[int] | None
+    ignore_eos: bool | None
+    speculate: bool | None
     num_draft_tokens: int | None
-    drafter: str
+    drafter: str | None
     rule: Rule | None
     mode: Mode | None
-    session_id: str
-    session_length: int
-    request_id: str
-    resume_offset: int
-    tenant: str
-    one_token_per_chunk: bool
-    timeout: float
+    session_id: str | None
+    session_length: int | None
+    request_id: str | None
+    resume_offset: int | None
+    tenant: str | None
+    one_token_per_chunk: bool | None
+    timeout: float | None
+
+
+class UnknownOptionError(InvalidRequestError, TypeError):
+    """`generate` has no such option; a TypeError as well, which Python raises for a wrong keyword."""
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> coordinator_pb2.GenerateRequest:
     """Raises InvalidRequestError for what is wrong by itself; the server knows the rest."""
-    rule, mode = options.get("rule"), options.get("mode")
+    given = _checked(options)
+    rule, mode = given.get("rule"), given.get("mode")
     request = coordinator_pb2.GenerateRequest(
-        request_id=options.get("request_id", ""),
-        session_id=options.get("session_id", ""),
-        session_length=_uint32s("session_length", [options.get("session_length", 0)])[0],
-        tenant=options.get("tenant", ""),
-        sampling=_sampling(options).to_proto(),
-        stop=_stop(options),
+        request_id=given.get("request_id", ""),
+        session_id=given.get("session_id", ""),
+        session_length=given.get("session_length", 0),
+        tenant=given.get("tenant", ""),
+        sampling=_sampling(given).to_proto(),
+        stop=_stop(given),
         speculation=coordinator_pb2.SpeculationOptions(
-            disabled=not options.get("speculate", True),
-            num_draft_tokens=_optional_uint32("num_draft_tokens", options.get("num_draft_tokens")),
-            drafter=options.get("drafter", ""),
+            disabled=not given.get("speculate", True),
+            num_draft_tokens=given.get("num_draft_tokens"),
+            drafter=given.get("drafter", ""),
             rule=rule.value if rule else common_pb2.VERIFICATION_RULE_UNSPECIFIED,
             mode=mode.value if mode else common_pb2.OVERLAP_MODE_UNSPECIFIED,
         ),
-        resume_offset=_uint32s("resume_offset", [options.get("resume_offset", 0)])[0],
-        one_token_per_chunk=options.get("one_token_per_chunk", False),
+        resume_offset=given.get("resume_offset", 0),
+        one_token_per_chunk=given.get("one_token_per_chunk", False),
         **_prompt(prompt),
     )
     size = request.ByteSize()
@@ -90,72 +103,94 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> coordinator_pb
     return request
 
 
-def _prompt(prompt: Prompt) -> dict[str, Any]:
+#: The check of an option, by its type in GenerateOptions.
+_CHECKS: dict[Any, Callable[[str, object], Any]] = {
+    int: arguments.integer,
+    float: arguments.number,
+    bool: arguments.flag,
+    str: arguments.text,
+    Rule: partial(arguments.member, Rule),
+    Mode: partial(arguments.member, Mode),
+    Collection[int]: arguments.integers,
+    Collection[str]: arguments.texts,
+    Mapping[int, float]: arguments.numbers_by_id,
+}
+_EXCEPTIONS: dict[str, Callable[[str, object], Any]] = {
+    "seed": partial(arguments.integer, limit=2**64),
+    "timeout": arguments.seconds,
+}
+
+
+@cache
+def _option_checks() -> dict[str, Callable[[str, object], Any]]:
+    checks = {}
+    for name, hint in typing.get_type_hints(GenerateOptions).items():
+        (kind,) = (kind for kind in typing.get_args(hint) if kind is not types.NoneType)
+        checks[name] = _EXCEPTIONS.get(name) or _CHECKS[kind]
+    return checks
+
+
+def _checked(options: GenerateOptions) -> dict[str, Any]:
+    """The options that are given, each of its type."""
+    checks = _option_checks()
+    for name, value in options.items():
+        if name not in checks:
+            near = difflib.get_close_matches(name, checks, 1)
+            hint = f"did you mean {near[0]}?" if near else f"expected one of: {', '.join(checks)}"
+            raise UnknownOptionError(f"generate has no option {name} ({value!r:.80}); {hint}", field=name)
+    return {name: checks[name](name, value) for name, value in options.items() if value is not None}
+
+
+_PROMPTS = "text, a list of messages, or a list of token ids"
+
+
+def _prompt(prompt: object) -> dict[str, Any]:
     """The prompt's field and value."""
     if isinstance(prompt, str):
-        return {"text": prompt}
-    items: list[Any] = list(prompt)
+        return {"text": arguments.text("prompt", prompt)}
+    items = arguments.ordered("prompt", prompt, _PROMPTS)
     if not items:
-        raise InvalidRequestError.of("prompt", items, "at least one token id or message")
-    if all(isinstance(item, SupportsIndex) for item in items):
-        return {"token_ids": coordinator_pb2.TokenPrompt(ids=_uint32s("token_ids", items))}
-    return {"chat": coordinator_pb2.ChatPrompt(messages=[_message(item) for item in items])}
+        raise InvalidRequestError.of("prompt", prompt, "at least one token id or message")
+    if isinstance(items[0], Message | Mapping):
+        messages = arguments.checked_items(_message, "prompt", items)
+        return {"chat": coordinator_pb2.ChatPrompt(messages=messages)}
+    if not isinstance(items[0], SupportsFloat):
+        raise InvalidRequestError.of("prompt[0]", items[0], "a Message, or the integer of a token")
+    return {"token_ids": coordinator_pb2.TokenPrompt(ids=arguments.integers("prompt", items))}
 
 
-def _message(item: Any) -> coordinator_pb2.ChatMessage:
-    message = item
-    if isinstance(item, Mapping) and item.keys() == {"role", "content"}:
-        message = Message(**item)
+def _message(name: str, value: object) -> coordinator_pb2.ChatMessage:
+    message = value
+    if isinstance(value, Mapping) and value.keys() == {"role", "content"}:
+        message = Message(**value)
     if not isinstance(message, Message):
-        raise InvalidRequestError.of("prompt", item, "a Message, a dict with role and content, or a token id")
-    return coordinator_pb2.ChatMessage(role=message.role, content=message.content)
-
-
-def _sampling(options: GenerateOptions) -> Sampling:
-    bias = options.get("logit_bias", {})
-    return Sampling(
-        temperature=options.get("temperature", 1.0),
-        top_k=options.get("top_k", 0),
-        top_p=options.get("top_p", 1.0),
-        min_p=options.get("min_p", 0.0),
-        repetition_penalty=options.get("repetition_penalty", 1.0),
-        presence_penalty=options.get("presence_penalty", 0.0),
-        frequency_penalty=options.get("frequency_penalty", 0.0),
-        logit_bias=dict(zip(_uint32s("logit_bias", bias), bias.values(), strict=True)),
-        allowed_token_ids=frozenset(_uint32s("allowed_token_ids", options.get("allowed_token_ids", ()))),
-        banned_token_ids=frozenset(_uint32s("banned_token_ids", options.get("banned_token_ids", ()))),
-        logprobs=options.get("logprobs"),
-        seed=options.get("seed"),
+        raise InvalidRequestError.of(name, value, "a Message, or a dict with role and content alone")
+    return coordinator_pb2.ChatMessage(
+        role=arguments.text(f"{name}.role", message.role),
+        content=arguments.text(f"{name}.content", message.content),
     )
 
 
-def _stop(options: GenerateOptions) -> coordinator_pb2.StopConditions:
-    strings = options.get("stop", ())
-    if isinstance(strings, str):
-        raise InvalidRequestError.of("stop", strings, "a sequence of strings")
+def _sampling(given: Mapping[str, Any]) -> Sampling:
+    names = {field.name for field in dataclasses.fields(Sampling)}
+    values = {name: value for name, value in given.items() if name in names}
+    for name in ("allowed_token_ids", "banned_token_ids"):
+        values[name] = frozenset(values.get(name, ()))
+    return Sampling(**values)
+
+
+def _stop(given: Mapping[str, Any]) -> coordinator_pb2.StopConditions:
     stop = Stop(
-        options.get("max_tokens"),
-        frozenset(_uint32s("stop_token_ids", options.get("stop_token_ids", ()))),
-        tuple(strings),
-        options.get("ignore_eos", False),
-        _uint32s("min_tokens", [options.get("min_tokens", 0)])[0],
+        given.get("max_tokens"),
+        frozenset(given.get("stop_token_ids", ())),
+        tuple(given.get("stop", ())),
+        given.get("ignore_eos", False),
+        given.get("min_tokens", 0),
     )
     return coordinator_pb2.StopConditions(
-        max_tokens=_optional_uint32("max_tokens", stop.max_tokens),
+        max_tokens=stop.max_tokens,
         stop_token_ids=sorted(stop.stop_token_ids),
         stop_strings=stop.stop_strings,
         ignore_eos=stop.ignore_eos,
         min_tokens=stop.min_tokens,
     )
-
-
-def _optional_uint32(field: str, value: int | None) -> int | None:
-    return None if value is None else _uint32s(field, [value])[0]
-
-
-def _uint32s(field: str, values: Iterable[SupportsIndex]) -> list[int]:
-    integers = [value.__index__() for value in values]
-    wrong = next((value for value in integers if not 0 <= value < 2**32), None)
-    if wrong is not None:
-        raise InvalidRequestError.of(field, wrong, "integers from 0 to 2**32 - 1")
-    return integers

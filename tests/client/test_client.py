@@ -17,7 +17,6 @@ from splitspec.client import (
     AsyncClient,
     Chunk,
     Client,
-    GenerateOptions,
     Logprobs,
     Message,
     Token,
@@ -26,7 +25,6 @@ from splitspec.client import (
 from splitspec.client.values import to_json
 from splitspec.errors import (
     HandshakeError,
-    InvalidRequestError,
     NotFoundError,
     SessionBusyError,
     SplitspecError,
@@ -227,39 +225,6 @@ def test_kinds_of_prompt(address: str, script: Script, prompt: Any, field: dict[
     kind = expected.WhichOneof("prompt")
     assert script.requests[0].WhichOneof("prompt") == kind
     assert getattr(script.requests[0], str(kind)) == getattr(expected, str(kind))
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "field"),
-    [
-        ([], {}, "prompt"),
-        ([{"role": "user"}], {}, "prompt"),
-        ([1, "two"], {}, "prompt"),
-        ([-1], {}, "token_ids"),
-        ("x" * 2**22, {}, "prompt"),
-        ("Hi", {"temperature": -1.0}, "sampling.temperature"),
-        ("Hi", {"top_p": 0.0}, "sampling.top_p"),
-        ("Hi", {"seed": 2**64}, "sampling.seed"),
-        ("Hi", {"logit_bias": {-1: 0.0}}, "logit_bias"),
-        ("Hi", {"logit_bias": {1: 101.0}}, "sampling.logit_bias"),
-        ("Hi", {"allowed_token_ids": [2**32]}, "allowed_token_ids"),
-        ("Hi", {"banned_token_ids": [-1]}, "banned_token_ids"),
-        ("Hi", {"min_tokens": -1}, "min_tokens"),
-        ("Hi", {"min_tokens": 5, "max_tokens": 4}, "stop.min_tokens"),
-        ("Hi", {"max_tokens": 0}, "stop.max_tokens"),
-        ("Hi", {"max_tokens": 2**32}, "max_tokens"),
-        ("Hi", {"stop": "!"}, "stop"),
-        ("Hi", {"stop_token_ids": [2**32]}, "stop_token_ids"),
-        ("Hi", {"num_draft_tokens": -1}, "num_draft_tokens"),
-    ],
-)
-def test_what_is_wrong_by_itself_is_refused_before_a_call(
-    address: str, script: Script, prompt: Any, options: GenerateOptions, field: str
-) -> None:
-    with Client(address) as client, pytest.raises(InvalidRequestError, match="expected") as caught:
-        client.generate(prompt, **options)
-    assert caught.value.field == field
-    assert script.requests == []
 
 
 def test_what_was_seen_of_a_session_goes_with_its_next_request(address: str, script: Script) -> None:

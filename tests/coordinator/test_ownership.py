@@ -203,3 +203,62 @@ async def test_a_request_cancelled_at_its_begin_or_end_leaves_the_session(
 
     await until(left)
     await held_up.close()
+
+
+class Refusing(HeldUp):
+    """Tells when a request has been refused because another one runs on the session."""
+
+    def __init__(self, scripts: Scripts) -> None:
+        super().__init__(scripts, "end_session", after=False)
+        self.refused = asyncio.Event()
+
+    async def _run(self, script: str, *args: Any) -> list[Any]:
+        reply = await super()._run(script, *args)
+        if reply[0] == b"busy":
+            self.refused.set()
+        return reply
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.parametrize("next_is", ["request", "deletion"])
+async def test_the_next_request_waits_for_one_that_is_ending(
+    redis_url: str, cancelled: bool, next_is: str
+) -> None:
+    registry = Refusing(await Scripts.connect(redis_url))
+    owner = Owner(registry, CoordinatorSettings(model="m"))
+    begun = asyncio.Event()
+
+    async def first() -> None:
+        async with owner.own("t", "s", 60, NO_SPAN):
+            begun.set()
+            if cancelled:
+                await asyncio.Event().wait()
+
+    async def following() -> None:
+        if next_is == "deletion":
+            assert await owner.when_left("t", "s", lambda: registry.delete_session("t", "s"))
+            return
+        async with owner.own("t", "s", 60, NO_SPAN):
+            pass
+
+    running = asyncio.create_task(first())
+    await begun.wait()
+    if cancelled:
+        running.cancel()
+    await registry.reached.wait()
+    after = asyncio.create_task(following())
+    await registry.refused.wait()
+    registry.go_on.set()
+    await after
+    await asyncio.wait({running})
+    await registry.close()
+
+
+async def test_a_request_that_goes_on_is_not_waited_for(registry: Registry) -> None:
+    owner = Owner(registry, CoordinatorSettings(model="m"))
+    async with owner.own("t", "s", 60, NO_SPAN):
+        with pytest.raises(SessionBusyError, match="another request runs"):
+            async with owner.own("t", "s", 60, NO_SPAN):
+                pass
+        with pytest.raises(SessionBusyError):
+            await owner.when_left("t", "s", lambda: registry.delete_session("t", "s"))

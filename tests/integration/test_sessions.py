@@ -91,6 +91,33 @@ async def test_two_requests_at_once_on_a_session(tiny: Stack) -> None:
         assert await client.close_session("busy")
 
 
+async def test_the_turn_after_one_that_was_left_early(tiny: Stack) -> None:
+    """By `break`, by a deadline, and by a client that is gone; from the same client and from another one."""
+    async with AsyncClient(tiny.address) as client, AsyncClient(tiny.address) as other:
+
+        def long(client: AsyncClient, timeout: float | None = None) -> AsyncGeneration:
+            options: GenerateOptions = {"session_id": "left", "max_tokens": 2000, "timeout": timeout}
+            return greedy(client, [5, 6, 7], **options)
+
+        async def following(client: AsyncClient) -> None:
+            result = await greedy(client, [8], session_id="left", max_tokens=2).result()
+            assert len(result.tokens) == 2
+
+        for each in (client, other) * 3:
+            async for _ in long(client):
+                break
+            await following(each)
+        with pytest.raises(UnavailableError, match="deadline"):
+            await long(client, timeout=0.2).result()
+        await following(client)
+        async with AsyncClient(tiny.address) as gone:
+            await long(gone).read()
+        await following(other)
+        async for _ in long(client):
+            break
+        assert await client.close_session("left")
+
+
 async def test_200_sessions_leave_nothing(tiny: Stack) -> None:
     before = await loads(tiny)
     async with AsyncClient(tiny.address) as client:
