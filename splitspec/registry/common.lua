@@ -13,6 +13,12 @@ local function now_ms()
   return math.floor(now_us() / 1000)
 end
 
+-- The epoch that follows the one that a record holds, if any. The clock goes on where a record was deleted or
+-- lost, so that none comes twice. Lua's own way to write a number keeps 14 digits, of 16.
+local function newer_epoch(held)
+  return string.format('%.0f', math.max((held or 0) + 1, now_us()))
+end
+
 -- The reply to a caller whose epoch isn't the owner's; nil when it may go on. An older record is what a server
 -- has that lost its last writes: the caller's session isn't there.
 local function refusal(record, epoch)

@@ -1,5 +1,6 @@
--- Deletes a session on which no request runs. Its epoch stays for a while, one higher: whoever remembers the
--- session can tell that it was deleted and not lost, and its last owner can't write it again.
+-- Deletes a session on which no request runs. A newer epoch than any that it had stays for a while, also where
+-- Redis has lost the session: whoever remembers it can tell that it was deleted and not lost, and its last owner
+-- can't write it again.
 -- KEYS: record, journal. ARGV: how long in ms. Reply: {'ok', snapshot} | {'none'} | {'busy', remaining ms}.
 local record, journal = KEYS[1], KEYS[2]
 local remaining = remaining_ms(record, now_ms())
@@ -7,11 +8,11 @@ if remaining > 0 then
   return {'busy', remaining}
 end
 local held = redis.call('HMGET', record, 'epoch', 'closed')
-if not held[1] or held[2] then
+if held[2] then
   return {'none'}
 end
 local fields = snapshot(record, journal)
 redis.call('DEL', record, journal)
-redis.call('HSET', record, 'epoch', string.format('%.0f', held[1] + 1), 'closed', 1)
+redis.call('HSET', record, 'epoch', newer_epoch(held[1]), 'closed', 1)
 redis.call('PEXPIRE', record, ARGV[1])
-return {'ok', fields}
+return held[1] and {'ok', fields} or {'none'}

@@ -16,10 +16,7 @@ local length = held[1] and redis.call('STRLEN', journal) / 4 or 0
 if (abandoned or length < tonumber(ARGV[3])) and (held[1] or '0') ~= ARGV[4] then
   return {'doubtful', snapshot(record, journal), abandoned and 1 or 0}
 end
--- The clock goes on where a record was deleted or lost, so that no epoch comes twice. Lua's own way to write
--- a number keeps 14 digits, of 16.
-local epoch = string.format('%.0f', math.max((held[1] or 0) + 1, now_us()))
-redis.call('HSET', record, 'epoch', epoch, 'owner', ARGV[1], 'lease_ms', ARGV[2])
+redis.call('HSET', record, 'epoch', newer_epoch(held[1]), 'owner', ARGV[1], 'lease_ms', ARGV[2])
 redis.call('HDEL', record, 'closed')
 if not held[1] then
   -- A server that evicts may have dropped the record alone: tokens without a record belong to no one.

@@ -181,7 +181,8 @@ async def test_a_session_that_lost_tokens_since_is_refused(
                 with pytest.raises(LostTokensError, match=r"tokens of session 's', expected the 2 that"):
                     await held_by(asked, claim)
         assert [client.dump(key) for key in client.scan_iter()] == before
-    assert await registry.delete_session("t", "s") is not None or lose is lose_all
+    assert (await registry.delete_session("t", "s") is None) == (lose is lose_all)
+    assert await held_by(another) == await held_by(owner) == ()  # closed: the whole conversation can come
 
 
 async def test_a_session_that_was_closed_begins_anew(owner: Owner, registry: Registry) -> None:
