@@ -17,10 +17,16 @@ from splitspec.registry import SessionRecord
 
 @dataclass(frozen=True)
 class Left:
-    """A session as this coordinator left it: tokens of its journal, under an epoch."""
+    """A session as this coordinator left it: tokens of its journal, under an epoch.
+
+    changed: epoch of the last request that put tokens into it, as far as is known. seen: tokens that it had
+    before its last request, or that the request's client had seen: some may have been given up.
+    """
 
     epoch: int
     length: int
+    changed: int = 0
+    seen: int = 0
 
 
 class LeftSessions:
@@ -60,6 +66,10 @@ class Claim:
         """Tokens that the session should hold."""
         return max(self.length, left.length if left else 0)
 
+    def since(self, left: Left | None) -> int:
+        """Epoch that the session should have reached."""
+        return left.changed if left else 0
+
     def check(self, record: SessionRecord, left: Left | None) -> None:
         """Refuse a session that was abandoned or holds fewer tokens than it should. Raises LostTokensError.
 
@@ -72,7 +82,14 @@ class Claim:
             return
         if left is not None and record.epoch <= left.epoch:  # else another coordinator has had it since
             self._check_length(record, left.length, "its last request left")
-        self._check_length(record, self.length, "its client has seen")
+            if record.epoch < left.changed:  # tokens that its last request had given up, perhaps
+                raise LostTokensError(
+                    f"Redis holds an earlier state of session {record.session_id!r}, expected what its last "
+                    "request left; close the session and send the whole conversation"
+                )
+        if left is None or record.epoch != left.epoch or self.length > left.seen:
+            # Else it's all there, and shorter as the request gave tokens up before its client heard of it.
+            self._check_length(record, self.length, "its client has seen")
         if record.abandoned and not self.length and not (note is not None and note.finished):
             raise LostTokensError(
                 f"the last request on session {record.session_id!r} was cut off with its coordinator, and the"

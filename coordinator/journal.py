@@ -63,6 +63,11 @@ class Journal:
         self._length = self._asked = kept
         self._request, self._begun = request, True
 
+    @property
+    def begun(self) -> bool:
+        """A request has begun."""
+        return self._begun
+
     def rewrite(self) -> bool:
         """Redis has lost some of what it had: append all of it again. False before the request has begun."""
         if self._begun:

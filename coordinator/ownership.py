@@ -56,7 +56,7 @@ class Ownership:
 
     target, draft: who will hold its KV afterwards. note: the last request's (coordinator.retry).
     All three are as the session was found, until the request replaces them. kept: how many of the tokens
-    that it was found with it still begins with. use: the request's.
+    that it was found with it still begins with. use: the request's. seen: as in `Left`.
     """
 
     session: Session
@@ -69,6 +69,7 @@ class Ownership:
     note: bytes
     kept: int
     use: Use
+    seen: int = 0
 
     def put(self, kept: int, token_ids: Sequence[int]) -> None:
         """Let the session go on with other tokens behind the first `kept`. Workers and journal follow."""
@@ -239,6 +240,7 @@ class Owner:
             stack.callback(renewing.cancel)
             found = (record.target, record.draft, record.request, len(record.token_ids))
             owned = Ownership(session, record, journal, self._registry, keep_s, *found, use)
+            owned.seen = max(len(record.token_ids), claim.length if claim else 0)
             journal.on_restored = owned.save_note
             self._uses[tenant, session_id] = use
             return owned, stack.pop_all()
@@ -252,7 +254,13 @@ class Owner:
             return await self._registry.open_session(tenant, session_id, owner, lease_ms)
         left = self._left.get((tenant, session_id))
         return await self._registry.open_session(
-            tenant, session_id, owner, lease_ms, claim.at_least(left), lambda r: claim.check(r, left)
+            tenant,
+            session_id,
+            owner,
+            lease_ms,
+            claim.at_least(left),
+            claim.since(left),
+            lambda record: claim.check(record, left),
         )
 
     async def _abandon(self, opening: asyncio.Task[tuple[Ownership, contextlib.AsyncExitStack]]) -> None:
@@ -263,7 +271,9 @@ class Owner:
     async def _leave(self, owned: Ownership, held: contextlib.AsyncExitStack, span: Span) -> None:
         session = owned.session
         key = (session.tenant, session.session_id)
-        self._left[key] = Left(session.epoch, owned.journal.asked)
+        before = self._left.get(key)
+        changed = session.epoch if owned.journal.begun else before.changed if before else 0
+        self._left[key] = Left(session.epoch, owned.journal.asked, changed, owned.seen)
         async with held:
             try:
                 with span.child(names.LEAVE):

@@ -48,6 +48,7 @@ class Registry:
         owner: str,
         lease_ms: int,
         at_least: int = 0,
+        since: int = 0,
         accept: Callable[[SessionRecord], None] = lambda record: None,
     ) -> SessionRecord:
         """Make `owner` the session's owner under a newer epoch than any that the session had.
@@ -56,13 +57,14 @@ class Registry:
         it doesn't repeat either when the session was deleted or Redis lost its data.
         owner: unique to the request, so that a repeated call isn't taken for another request.
         lease_ms: how long the ownership lasts without append, renew or save.
-        at_least: tokens that the session should hold. accept: called, before anything is changed, with the
-        record of one that holds fewer or was abandoned (epoch 0: there is none); raises to leave it as it is.
+        at_least: tokens that the session should hold. since: epoch that it should have reached.
+        accept: called, before anything is changed, with the record of one that holds fewer, is older or was
+        abandoned (epoch 0: there is none); raises to leave it as it is.
         Raises SessionBusyError while another owner's lease runs.
         """
         accepted = ""
         while True:
-            args = (owner, lease_ms, at_least, accepted)
+            args = (owner, lease_ms, at_least, since, accepted)
             outcome, detail, *abandoned = await self._run("open_session", tenant, session_id, *args)
             if outcome == b"busy":
                 raise _busy(session_id, detail)

@@ -185,6 +185,41 @@ async def test_a_session_that_lost_tokens_since_is_refused(
     assert await held_by(another) == await held_by(owner) == ()  # closed: the whole conversation can come
 
 
+async def shorten(owner: Owner, claim: Claim = CLAIM) -> None:
+    """A turn whose template changes earlier text, and whose client hears nothing of it."""
+    async with own(owner, claim) as owned:
+        owned.put(1, [8])
+        owned.begin(1, replace(NOTE, request_id="unheard of").encode())
+        await owned.journal.prompted(3)
+
+
+async def test_a_turn_shortens_the_session_before_its_client_hears_of_it(
+    owner: Owner, registry: Registry, redis_url: str
+) -> None:
+    await left_with(owner, 1, 2, 3, 4)
+    claim = replace(CLAIM, length=4)
+    await shorten(owner, claim)
+    assert await held_by(owner, claim) == await held_by(owner, claim) == (1, 8)
+    with pytest.raises(LostTokensError, match="expected the 5 that its client has seen"):
+        await held_by(owner, replace(CLAIM, length=5))
+    with Redis.from_url(redis_url) as client:
+        cut(client, 1)
+    with pytest.raises(LostTokensError, match="expected the 2 that its last request left"):
+        await held_by(owner, claim)
+
+
+async def test_redis_goes_back_to_longer_text_that_was_given_up(owner: Owner, redis_url: str) -> None:
+    await left_with(owner, 1, 2, 3, 4)
+    with Redis.from_url(redis_url) as client:
+        states = {key: client.dump(key) for key in client.scan_iter()}
+        await shorten(owner)
+        assert await held_by(owner) == (1, 8)
+        for key, state in states.items():
+            client.restore(key, 60_000, state, replace=True)
+        with pytest.raises(LostTokensError, match="an earlier state of session 's'"):
+            await held_by(owner, replace(CLAIM, length=2))
+
+
 async def test_a_session_that_was_closed_begins_anew(owner: Owner, registry: Registry) -> None:
     await left_with(owner, 1, 2)
     await registry.delete_session("t", "s")
