@@ -6,6 +6,10 @@ local refused = refusal(record, ARGV[1])
 if refused then
   return refused
 end
+local begun = redis.call('HGET', record, 'begun')
+if begun and begun ~= ARGV[1] then
+  return {'none'}  -- the server has lost how the request began: the journal is still the last one's
+end
 local start, tokens = ARGV[2] * 4, ARGV[3]
 local length = redis.call('STRLEN', journal)
 if start == length then

@@ -102,6 +102,26 @@ async def test_a_request_begins_on_a_redis_that_lost_the_session(registry: Regis
             assert (third.record.token_ids, third.record.request) == ((1, 2, 7), b"second")
 
 
+async def test_a_redis_that_forgets_how_a_request_began(registry: Registry, redis_url: str) -> None:
+    """What the request gave up is there again, as long as what it put in its place."""
+    async with own(registry) as first:
+        first.session.tokens.extend([1, 2, 3, 4])
+        first.begin(0, b"first")
+        assert await first.journal.acknowledged(4)
+    async with own(registry) as second:
+        with Redis.from_url(redis_url) as client:
+            states = {key: client.dump(key) for key in client.scan_iter()}
+            second.put(2, [7, 8])
+            second.begin(2, b"second")
+            assert await second.journal.acknowledged(4)
+            for key, state in states.items():
+                client.restore(key, 60_000, state, replace=True)
+        second.session.tokens.extend([9])
+        assert await second.journal.acknowledged(5)
+    async with own(registry) as third:
+        assert (third.record.token_ids, third.record.request) == ((1, 2, 7, 8, 9), b"second")
+
+
 class SlowAppends(Registry):
     """A connection on which an append takes longer than a chunk waits for it: until it is told to go on."""
 
