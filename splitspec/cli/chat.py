@@ -38,7 +38,8 @@ async def converse(address: str, system: str, options: GenerateOptions, out: Con
                     except LostTokensError as error:
                         err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
                         await client.close_session(session_id, tenant=options.get("tenant", ""))
-                        generation = client.generate([*transcript, turn], **options)
+                        unsent = list(transcript)
+                        generation = client.generate([*unsent, turn], **options)
                         await show(generation, out, err)
                 except (InvalidRequestError, OverloadedError) as error:
                     err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from protos.v1 import coordinator_pb2
 from splitspec.cli.chat import converse
-from splitspec.errors import LostTokensError
+from splitspec.errors import LostTokensError, OverloadedError
 from tests.client.scripted import Script, serving, whole
 
 
@@ -19,16 +19,15 @@ def texts_of(request: coordinator_pb2.GenerateRequest) -> list[str]:
 
 
 async def test_a_session_that_was_lost_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = 0
+    answers = iter([None, LostTokensError("lost"), OverloadedError("full"), None, None])
 
     def answer(context: grpc.ServicerContext) -> list[coordinator_pb2.GenerateResponse]:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise LostTokensError("lost")
+        error = next(answers)
+        if error is not None:
+            raise error
         return whole()
 
-    monkeypatch.setattr("sys.stdin", io.StringIO("One?\nTwo?\nThree?\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("One?\nTwo?\nAgain?\nThree?\n"))
     script = Script(answer)
     with serving(script) as address:
         await converse(address, "Be brief.", {}, Console(file=io.StringIO()), Console(file=io.StringIO()))
@@ -42,6 +41,7 @@ async def test_a_session_that_was_lost_is_begun_again(monkeypatch: pytest.Monkey
         ["Two?"],
         "close",
         ["Be brief.", "One?", said, "Two?"],
+        ["Be brief.", "One?", said, "Again?"],
         ["Three?"],
         "close",
     ]
