@@ -274,22 +274,24 @@ class Owner:
         before = self._left.get(key)
         changed = session.epoch if owned.journal.begun else before.changed if before else 0
         self._left[key] = Left(session.epoch, owned.journal.asked, changed, owned.seen)
-        async with held:
-            try:
-                with span.child(names.LEAVE):
-                    await owned.leave(_LEAVE_LIMIT_S)
-            except UnavailableError as error:
-                log.warning("session not left yet", session=session.session_id, error=str(error))
-                if owned.keep_s:
-                    repair = self._repairs[key] = Repair(owned, held.pop_all(), error)
-                    self._start(repair.run(self._repair_s)).add_done_callback(
-                        lambda _: self._end_repair(key, repair)
-                    )
-            except SplitspecError as error:  # another coordinator owns it by now
-                log.info("session not left", session=session.session_id, error=str(error))
-        if self._uses.get(key) is owned.use:
-            del self._uses[key]
-        owned.use.left.set()
+        try:
+            async with held:
+                try:
+                    with span.child(names.LEAVE):
+                        await owned.leave(_LEAVE_LIMIT_S)
+                except UnavailableError as error:
+                    log.warning("session not left yet", session=session.session_id, error=str(error))
+                    if owned.keep_s:
+                        repair = self._repairs[key] = Repair(owned, held.pop_all(), error)
+                        self._start(repair.run(self._repair_s)).add_done_callback(
+                            lambda _: self._end_repair(key, repair)
+                        )
+                except SplitspecError as error:  # another coordinator owns it by now
+                    log.info("session not left", session=session.session_id, error=str(error))
+        finally:  # whatever happens: requests wait for it
+            if self._uses.get(key) is owned.use:
+                del self._uses[key]
+            owned.use.left.set()
 
     def _end_repair(self, key: tuple[str, str], repair: Repair) -> None:
         if self._repairs.get(key) is repair:

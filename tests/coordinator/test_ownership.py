@@ -274,6 +274,34 @@ async def test_the_next_request_waits_for_one_that_is_ending(
     await registry.close()
 
 
+async def test_an_end_that_fails_lets_the_next_request_go(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = Refusing(await Scripts.connect(redis_url))
+    owner = Owner(registry, CoordinatorSettings(model="m"))
+
+    async def first() -> None:
+        async with owner.own("t", "s", 60, NO_SPAN):
+            pass
+
+    async def broken(*args: Any) -> None:
+        registry.reached.set()
+        await registry.go_on.wait()
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(registry, "end", broken)
+    running = asyncio.create_task(first())
+    await registry.reached.wait()
+    after = asyncio.create_task(first())
+    await registry.refused.wait()
+    registry.go_on.set()
+    with pytest.raises(RuntimeError, match="broken"):
+        await running
+    with pytest.raises(SessionBusyError):
+        await asyncio.wait_for(after, 60)
+    await registry.close()
+
+
 async def test_a_request_that_goes_on_is_not_waited_for(registry: Registry) -> None:
     owner = Owner(registry, CoordinatorSettings(model="m"))
     async with owner.own("t", "s", 60, NO_SPAN):
