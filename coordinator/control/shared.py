@@ -150,11 +150,10 @@ class DraftTimes:
         stale = self._unused >= _STALE_ROUNDS
         # One that comes in time after so long counts more than all that came too late before.
         self.in_time.add(seen.draft is not None, decay=0.0 if stale and seen.draft is not None else None)
-        if seen.draft is None:
+        if seen.draft is not None:
+            self.round_trip.add(seen.draft.round_trip_ms)
+        if seen.draft is None or not seen.num_draft_tokens:
             self._due = self._unused + _STALE_ROUNDS
-            return True
-        self.round_trip.add(seen.draft.round_trip_ms)
-        if not seen.num_draft_tokens:
             return True
         self._unused, self._due = 0, _STALE_ROUNDS
         busy_ms = seen.draft.queue_ms + seen.draft.busy_ms

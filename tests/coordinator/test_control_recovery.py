@@ -9,6 +9,7 @@ from statistics import mean
 import pytest
 
 from coordinator.control import Answer, Choice, Controller, RoundSeen, Shared
+from coordinator.control.shared import DraftTimes
 from splitspec.types import MAX_NUM_DRAFT_TOKENS, Mode
 from tests.coordinator.control_world import World
 from tests.coordinator.test_control import share_of_best
@@ -260,3 +261,15 @@ def test_a_proposal_that_comes_too_late_says_nothing_about_its_tokens() -> None:
     assert {choice.mode for choice in choices[-20:] if not choice.tried} == {Mode.PLAIN}
     after = service.shared.draft("draft", "drafter").drafter.acceptance.overall
     assert after == pytest.approx(before, abs=0.02)
+
+
+def test_a_draft_that_has_nothing_to_propose_is_asked_as_seldom_as_one_that_is_late() -> None:
+    """As a lookup where nothing repeats: each time it costs the way there and back."""
+    times = DraftTimes()
+    answer = Answer(0.0, 25.3, 25.3)
+    asked = 0
+    for _ in range(2048):
+        check = times.check()
+        asked += check
+        times.saw(RoundSeen(int(check), 0, 0, 1, 25.3, answer, answer if check else None))
+    assert asked <= 4
