@@ -54,6 +54,7 @@ class ModelDrafter:
             return 0
         self._rewind(state, common_prefix(state.kv.token_ids, token_ids))
         if not state.kv.length:
+            state.next_logits = None  # the pool may have taken the KV of a job that was left while it waited
             state.kv.adopt(token_ids, PIECE)
         held = state.kv.length
         if held < len(token_ids):

@@ -20,6 +20,7 @@ from draft_worker.drafters.model import ModelDrafter
 from draft_worker.drawing import DraftCounterNoise
 from splitspec.engine.causal_lm import CausalLM
 from splitspec.engine.feed import Feed
+from splitspec.engine.paged import BLOCK_SIZE
 from splitspec.engine.scheduler import run_alone
 from splitspec.errors import ConfigError
 from splitspec.sampling.distribution import probabilities
@@ -113,6 +114,17 @@ class TestState:
         replaced = tiny.text(20)[:12] + tiny.text(15, seed=1)
         again = propose(drafter, state, replaced, 3, GREEDY)
         assert_same_proposal(again, propose(drafter, drafter.open(), replaced, 3, GREEDY))
+
+    def test_a_kv_that_was_taken_while_a_job_waited(
+        self, drafter: ModelDrafter, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """All of the text is adopted then, and the logits that were left are of another place."""
+        monkeypatch.setattr("draft_worker.drafters.model.PIECE", BLOCK_SIZE)
+        state, tokens = drafter.open("waits"), tiny.text(BLOCK_SIZE)
+        propose(drafter, state, tokens, 3, SAMPLED)
+        state.kv.truncate(0)
+        again = propose(drafter, state, tokens, 3, SAMPLED)
+        assert_same_proposal(again, propose(drafter, drafter.open("other"), tokens, 3, SAMPLED))
 
     def test_nothing_is_fed_twice(self, drafter: ModelDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
         fed: list[int] = []
