@@ -145,7 +145,7 @@ class BlockPool:
     def _make_room(self, needed: int) -> int:
         """Blocks that can be taken, when there may be enough of them with those of KVs that rest."""
         room = self.num_free + len(self._evictable)
-        if needed > room + sum(len(kv.table) for kv in self._resting.values()):
+        if needed <= room or needed > room + sum(len(kv.table) for kv in self._resting.values()):
             return room
         while needed > room and (resting := next(iter(self._resting.values()), None)):
             self.wake(resting)
