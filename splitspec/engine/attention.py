@@ -139,15 +139,15 @@ def product(
     softcap: float | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """query [KV heads, rows, key size], keys and values [KV heads, keys, size], bias [rows, keys], sinks
-    [KV heads, query heads of each, 1]; returns [KV heads, rows, value size].
+    """query [KV heads, rows, key size], scaled in place; keys and values [KV heads, keys, size]; bias
+    [rows, keys]; sinks [KV heads, query heads of each, 1]. Returns [KV heads, rows, value size].
     """
     # In float32 the library's fused product orders its sums by the number of keys.
     if query.dtype != torch.float32 and softcap is None and sinks is None:
         return functional.scaled_dot_product_attention(
             query[None], keys[None], values[None], attn_mask=bias, scale=scale
         )[0]
-    scores = torch.bmm(query * scale, keys.transpose(1, 2))
+    scores = torch.bmm(query.mul_(scale), keys.transpose(1, 2))
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
     scores.add_(bias)

@@ -79,7 +79,7 @@ def _sums_have_one_order(pool: BlockPool, shape: LayerShape) -> bool:
         bias = torch.zeros((_ROWS, num_keys), dtype=pool.dtype)
         bias[:, num_seen:] = -torch.inf
         scale = shape.key_size**-0.5
-        return attention.product(query, keys[:, :num_keys], values[:, :num_keys], bias, scale, None)
+        return attention.product(query.clone(), keys[:, :num_keys], values[:, :num_keys], bias, scale, None)
 
     return all(
         torch.equal(attended(seen, seen), attended(_MOST_KEYS, seen)) for seen in range(64, _MOST_KEYS, 64)
