@@ -110,7 +110,7 @@ class Rounds:
             self._drafted_by = link
             self._misses = self._pause = 0
         # A proposal of K tokens commits up to K + 1.
-        return self.control.choose(0 if self.drafting is None else max(0, self.stopper.remaining - 1))
+        return self.control.choose(0 if self.drafting is None else max(0, self._remaining - 1))
 
     async def _propose(self, choice: Choice) -> Proposed:
         """A proposal, or none for a plain round."""
@@ -171,7 +171,7 @@ class Rounds:
 
     def _ahead(self, link: DraftLink, choice: Choice) -> tuple[Mode, int]:
         """What the draft worker is to do while the target verifies, but nothing that the end cuts off."""
-        rounds_left = self.stopper.remaining // (choice.num_draft_tokens + 1) - 1
+        rounds_left = self._remaining // (choice.num_draft_tokens + 1) - 1
         mode = choice.mode if choice.mode in link.modes and rounds_left > 0 else Mode.SEQUENTIAL
         self._prepared = mode in (Mode.PREFETCH_PULL, Mode.PREFETCH_PUSH)
         return mode, min(choice.num_ahead, rounds_left) if mode is Mode.PIPELINED else choice.num_ahead
@@ -234,6 +234,11 @@ class Rounds:
         origins = [*[common_pb2.TOKEN_ORIGIN_ACCEPTED] * verdict.num_accepted, verdict.next_origin]
         count = len(kept)
         return Block(offset, emission, tuple(origins[:count]), tuple(verdict.logprobs[:count]), span)
+
+    @property
+    def _remaining(self) -> int:
+        """Tokens that may come yet, on this target worker: it may hold less than the one before."""
+        return min(self.stopper.remaining, self.target.room)
 
     @property
     def _features_start(self) -> int | None:

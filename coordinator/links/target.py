@@ -50,6 +50,11 @@ class TargetLink(Link[target_pb2.TargetSessionRequest, target_pb2.TargetSessionR
         # Round of the last of them that held.
         self._relayed_up_to = 0
 
+    @property
+    def room(self) -> int:
+        """Tokens that the worker can hold beside those that are committed."""
+        return self.host.max_context - len(self._session.tokens)
+
     async def open(self, handle: str, held: int, lease_ms: int) -> common_pb2.Opened:
         """Bring the session's tokens to the worker.
 
@@ -114,10 +119,9 @@ class TargetLink(Link[target_pb2.TargetSessionRequest, target_pb2.TargetSessionR
 
         features_start: as for `verify`; the last of the tokens granted now brings them.
         """
-        room = self.host.max_context - len(self._session.tokens)
-        if room < 1:
+        if self.room < 1:
             raise UnavailableError(f"{self._name} has no room for more tokens, as {self.host.limit}")
-        grant = min(window, room) - self.outstanding
+        grant = min(window, self.room) - self.outstanding
         with self._waiting(names.DECODE) as wait:
             if grant > 0:
                 request = target_pb2.TargetSessionRequest(

@@ -42,6 +42,11 @@ class Target:
     plain_s: float = 0.025
     outstanding: int = 0
     features: None = None
+    max_context: int = 1000
+
+    @property
+    def room(self) -> int:
+        return self.max_context - len(self.session.tokens)
 
     def continued(self) -> None:
         return None
@@ -96,8 +101,10 @@ class Recording(Controller):
     def __init__(self) -> None:
         super().__init__(Shared(), "target")
         self.seen: list[RoundSeen] = []
+        self.limits: list[int] = []
 
     def choose(self, limit: int) -> Choice:
+        self.limits.append(limit)
         return Choice(Mode.SEQUENTIAL, K, 0)
 
     def observe(self, seen: RoundSeen) -> None:
@@ -123,6 +130,7 @@ class Request:
 
     links: Sequence[Link]
     control: Recording = field(default_factory=Recording)
+    max_context: int = 1000
 
     async def run(self, count: int, between: Callable[[], None] = lambda: None) -> list[RoundSeen]:
         """What the control was told of so many rounds; `between` is what the client does after each."""
@@ -137,7 +145,7 @@ class Request:
         stopper = Stopper(Stop(), NoText(), eos_token_ids=frozenset(), max_tokens=count, room=count)
         telemetry = Telemetry()
         with telemetry.tracing.request(None) as span:
-            target: Any = Target(session)
+            target: Any = Target(session, max_context=self.max_context)
             settings = CoordinatorSettings(model="scripted")
             stats = Stats(span, telemetry.metrics, {})
             async for _ in Rounds(session, target, drafting, stopper, stats, self.control, settings).run():
@@ -211,3 +219,13 @@ async def test_a_worker_that_still_opens_the_session_is_not_a_slow_drafter() -> 
     seen = await Request([link]).run(20)
     assert link.asked > 1
     assert {each.num_asked for each in seen} == {0}
+
+
+async def test_no_proposal_is_longer_than_what_the_target_worker_has_room_for(clock: list[float]) -> None:
+    """It may have come in place of a larger one, by whose room the output's length was fixed."""
+    request = Request([Link(in_time)], max_context=10)
+    await request.run(6)
+    assert request.control.limits == [5, 4, 3, 2, 1, 0]
+    request = Request([Link(in_time)], max_context=8)
+    await request.run(6)
+    assert request.control.limits == [4, 3, 2, 1, 0, 0]
