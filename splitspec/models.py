@@ -127,6 +127,8 @@ def _parts(gguf: Path, name: str) -> list[Path]:
         return [gguf]
     stem, _, count, ending = split.groups()
     parts = [gguf.with_name(f"{stem}-{i:05}-of-{count}{ending}") for i in range(1, int(count) + 1)]
+    if gguf not in parts:  # a name that only looks like a part's
+        return [gguf]
     if missing := [part.name for part in parts if not part.is_file()]:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise _wrong(name, f"all {int(count)} parts of it beside each other ({shown} can't be found)")

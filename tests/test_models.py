@@ -280,6 +280,12 @@ def test_a_split_gguf_is_the_model_of_all_its_parts(tmp_path: Path, cache: Path)
             convert([parts[i] for i in order], tmp_path / f"space-{len(order)}" / "model")
 
 
+def test_a_name_that_only_looks_like_a_part_s(tmp_path: Path) -> None:
+    file = tmp_path / "tiny-00001-of-00000.gguf"
+    file.write_bytes(b"none")
+    assert f"a GGUF file ({file.name} doesn't start as one)" in refused(str(file))
+
+
 def test_files_beside_a_gguf_are_not_its_own(tmp_path: Path) -> None:
     """Publishers put the files of other formats there, with code that comes with them."""
     code = {"AutoConfig": "own.Config", "AutoTokenizer": ["own.Own", None]}
