@@ -284,9 +284,10 @@ class TestSpec:
         spec = DrafterSpec.parse(text)
         other = DrafterSpec("layer_skip", str(directory), "layer_skip", {"skip": [1, 2]})
         assert spec == DrafterSpec("hybrid", "", "both", {"min_match": 5, "reach": 4, "drafter": other})
-        drafter = build_drafter(spec, Loading("float32", "cpu"))
+        loading = Loading("float32", "cpu", kv_memory_bytes=2**20)
+        drafter = build_drafter(spec, loading)
         assert (drafter.info.name, drafter.info.kind) == ("both", "hybrid")
-        assert drafter.info.model == build_drafter(other, Loading("float32", "cpu")).info.model
+        assert drafter.info.model == build_drafter(other, loading).info.model
 
     @pytest.mark.parametrize(
         ("text", "wrong", "expected"),
