@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ import structlog
 
 from splitspec.addresses import joined
 from splitspec.config import ServerSettings, load_settings, redacted
-from splitspec.errors import SplitspecError
+from splitspec.errors import ConfigError, SplitspecError
 from splitspec.registry import Registry, WorkerEntry
 from splitspec.serving import Server, wait_for_signal
 from splitspec.telemetry import Telemetry
@@ -29,7 +30,8 @@ S = TypeVar("S", bound=ServerSettings)
 def run_process(settings_class: type[S], main: Callable[[S], Coroutine[Any, Any, None]]) -> NoReturn:
     """Run `main` with the settings of flags and environment until it ends.
 
-    Exit code 0 after a signal; 2 and one sentence on stderr when the process can't start.
+    Exit code 0 after a signal, 130 for a Ctrl-C before it serves; 2 and one sentence on stderr when the
+    process can't start.
     """
     try:
         settings = load_settings(settings_class, sys.argv[1:])
@@ -38,6 +40,9 @@ def run_process(settings_class: type[S], main: Callable[[S], Coroutine[Any, Any,
     except SplitspecError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)  # noqa: T201
+        sys.exit(128 + signal.SIGINT)
     sys.exit(0)
 
 
@@ -92,14 +97,22 @@ async def telemetry(
 async def serve_until_signal(server: Server, settings: ServerSettings) -> None:
     """Announce where the entered server listens, say that it is ready, and wait for the signal to stop."""
     if settings.port_file:
-        path = Path(settings.port_file)
-        partial = path.with_suffix(".partial")
-        partial.write_text(joined(settings.host, server.port))
-        partial.rename(path)
+        _write_port_file(Path(settings.port_file), joined(settings.host, server.port))
     await server.set_ready()
     log.info("serving", address=server.address)
     await wait_for_signal()
     log.info("stopping", grace_s=settings.shutdown_grace_s)
+
+
+def _write_port_file(path: Path, address: str) -> None:
+    partial = path.with_suffix(".partial")
+    try:
+        partial.write_text(address)
+        partial.rename(path)
+    except OSError as error:
+        raise ConfigError(
+            f"--port-file (SPLITSPEC_PORT_FILE) is {str(path)!r}: {error.strerror}, expected a file to write"
+        ) from error
 
 
 @contextlib.asynccontextmanager

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn, TextIO
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from splitspec.cli import config
-from splitspec.errors import ConfigError, SplitspecError
+from splitspec.errors import ConfigError, InvalidRequestError, SplitspecError
 from splitspec.types import MAX_NUM_DRAFT_TOKENS
 
 app = typer.Typer(
@@ -32,7 +33,18 @@ out = Console(highlight=False)
 err = Console(highlight=False, stderr=True)
 
 
-Address = Annotated[str, typer.Argument(help="host:port of the coordinator.", show_default=False)]
+def _coordinator(address: str) -> str:
+    from splitspec.client.arguments import coordinator_address
+
+    try:
+        return coordinator_address(address)
+    except InvalidRequestError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+Address = Annotated[
+    str, typer.Argument(help="host:port of the coordinator.", show_default=False, callback=_coordinator)
+]
 RedisUrl = Annotated[
     str | None,
     typer.Option(envvar="SPLITSPEC_REDIS_URL", help="A running Redis; without it one is started."),
@@ -40,12 +52,56 @@ RedisUrl = Annotated[
 
 
 def run(commands: typer.Typer = app) -> None:
-    """Exit code 2 for a wrong flag or setting, 1 for another error; one sentence each, no traceback."""
+    """Exit code 2 for a wrong flag or setting, 1 for another error; one sentence each, no traceback.
+
+    128 + its number for a signal, with one line; 1 without a line when nobody reads standard output any more.
+    """
+    _take_any_text()
     try:
         commands()
     except SplitspecError as error:
-        err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=not err.is_terminal)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        _fail(str(error), 2 if isinstance(error, ConfigError) else 1)
+    except OSError as error:  # the file, directory or device is the user's
+        where = f": {error.filename}" if error.filename else ""
+        _fail(f"{error.strerror or error}{where}", 1)
+    except SystemExit as ended:
+        if ended.code in _SIGNALS:
+            err.print(_SIGNALS[ended.code])
+        _let_go(sys.stdout)
+        raise
+
+
+_SIGNALS = {128 + signal.SIGINT: "interrupted", 128 + signal.SIGTERM: "terminated"}
+
+
+def _fail(reason: str, code: int) -> NoReturn:
+    err.print(f"[bold red]error:[/] {escape(reason)}", soft_wrap=not err.is_terminal)
+    _let_go(sys.stdout)
+    sys.exit(code)
+
+
+def _take_any_text() -> None:
+    """What a terminal can't show is written as an escape; input that isn't text is refused where it is used.
+
+    A stream that was closed before the start is None.
+    """
+    for stream, errors in (
+        (sys.stdin, "surrogateescape"),
+        (sys.stdout, "backslashreplace"),
+        (sys.stderr, "backslashreplace"),
+    ):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+def _let_go(stream: TextIO | None) -> None:
+    """Write what is left. What can't be written is dropped, or the interpreter's end would report it."""
+    if stream is None:
+        return
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _module(module: str) -> Callable[[typer.Context], None]:
@@ -105,8 +161,9 @@ def up(
         Path | None, typer.Option(help="Where the logs go; else a temporary directory.")
     ] = None,
 ) -> None:
-    """Run everything on this machine until Ctrl-C: Redis, target worker, draft worker, coordinator.
+    """Run Redis, target worker, draft worker and coordinator on this machine until Ctrl-C or SIGTERM.
 
+    In the background of a script only SIGTERM ends it: shells let such commands ignore SIGINT.
     Prints the coordinator's address. Other settings of the servers are taken from SPLITSPEC_* variables.
     """
     from splitspec.cli.stack import Stack
@@ -246,7 +303,9 @@ def chat(
 
 @app.command()
 def health(
-    address: Annotated[str, typer.Argument(help="host:port of a server.", show_default=False)],
+    address: Annotated[
+        str, typer.Argument(help="host:port of a server.", show_default=False, callback=_coordinator)
+    ],
     service: Annotated[
         str, typer.Argument(help="Full name of a service; without it: whether the process lives.")
     ] = "",

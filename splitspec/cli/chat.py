@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
+import os
 import sys
+import threading
 import uuid
 
 from rich.console import Console
@@ -11,7 +15,7 @@ from rich.markup import escape
 
 from splitspec.cli.generate import show
 from splitspec.client import AsyncClient, GenerateOptions, Message
-from splitspec.errors import InvalidRequestError, LostTokensError, OverloadedError
+from splitspec.errors import InvalidRequestError, LostTokensError, OverloadedError, SplitspecError
 
 
 async def converse(address: str, system: str, options: GenerateOptions, out: Console, err: Console) -> None:
@@ -27,17 +31,17 @@ async def converse(address: str, system: str, options: GenerateOptions, out: Con
     unsent = list(transcript)
     async with AsyncClient(address) as client:
         try:
-            while (line := await asyncio.to_thread(_read_line, err)) is not None:
+            while (line := await _next_line(err)) is not None:
                 if not line.strip():
                     continue
                 turn = Message("user", line)
-                generation = client.generate([*unsent, turn], **options)
                 try:
+                    generation = client.generate([*unsent, turn], **options)
                     try:
                         await show(generation, out, err)
                     except LostTokensError as error:
                         err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
-                        await client.close_session(session_id, tenant=options.get("tenant", ""))
+                        await client.close_session(session_id, tenant=options.get("tenant"))
                         unsent = list(transcript)
                         generation = client.generate([*unsent, turn], **options)
                         await show(generation, out, err)
@@ -50,14 +54,36 @@ async def converse(address: str, system: str, options: GenerateOptions, out: Con
                 fed = usage.prompt_tokens - usage.cached_tokens
                 words = f"{usage.completion_tokens} tokens; {fed} of {usage.prompt_tokens} prompt tokens fed"
                 err.print(words, style="dim", soft_wrap=True)
-        finally:
-            await client.close_session(session_id, tenant=options.get("tenant", ""))
+        except BaseException:
+            with contextlib.suppress(SplitspecError):  # what ends the conversation says more
+                await client.close_session(session_id, tenant=options.get("tenant"))
+            raise
+        await client.close_session(session_id, tenant=options.get("tenant"))
+
+
+async def _next_line(err: Console) -> str | None:
+    """The next line of standard input, None at its end. A reader that is left behind holds nothing up."""
+    read: concurrent.futures.Future[str | None] = concurrent.futures.Future()
+    read.set_running_or_notify_cancel()  # so that it can be told also when nobody waits any more
+
+    def work() -> None:
+        try:
+            read.set_result(_read_line(err))
+        except BaseException as error:
+            read.set_exception(error)
+
+    threading.Thread(target=work, name="stdin", daemon=True).start()
+    return await asyncio.wrap_future(read)
 
 
 def _read_line(err: Console) -> str | None:
-    """The next line of standard input, None at its end."""
+    if sys.stdin is None:  # closed by the caller
+        return None
     if sys.stdin.isatty():
         err.print("> ", end="", style="bold")
         sys.stderr.flush()
-    line = sys.stdin.readline()
-    return line.rstrip("\n") if line else None
+    # By the file descriptor: the interpreter can't end while a thread holds the lock of `sys.stdin`.
+    read = bytearray()
+    while not read.endswith(b"\n") and (byte := os.read(sys.stdin.fileno(), 1)):
+        read += byte
+    return read.decode(sys.stdin.encoding, "surrogateescape").rstrip("\r\n") if read else None

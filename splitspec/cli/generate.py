@@ -20,7 +20,8 @@ async def stream(
     async with AsyncClient(address) as client:
         generation = client.generate(prompt, **options)
         if as_json:
-            out.out(json.dumps(to_json(await generation.result()), ensure_ascii=False))
+            ascii_only = not out.encoding.startswith("utf")
+            out.out(json.dumps(to_json(await generation.result()), ensure_ascii=ascii_only))
             return
         origins, first_s = await show(generation, out, err)
         if not needs_signs(out):

@@ -104,7 +104,14 @@ class Stack:
 
     def _make_log_dir(self, undo: contextlib.AsyncExitStack) -> Path:
         if self._given_log_dir is not None:
-            self._given_log_dir.mkdir(parents=True, exist_ok=True)
+            try:
+                self._given_log_dir.mkdir(parents=True, exist_ok=True)
+                (self._given_log_dir / "target_worker.log").open("ab").close()
+            except OSError as error:
+                given = str(self._given_log_dir)
+                raise ConfigError(
+                    f"--log-dir is {given!r}: {error.strerror}, expected a directory to write to"
+                ) from error
             return self._given_log_dir
         directory = Path(tempfile.mkdtemp(prefix="splitspec-"))
 

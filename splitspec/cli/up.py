@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from contextlib import AsyncExitStack
 
 from rich.console import Console
@@ -19,7 +21,9 @@ async def keep_up(stack: Stack, out: Console, err: Console) -> None:
         with Steps(err) as steps:
             stack.progress = steps.update
             await exits.enter_async_context(stack)
-        err.print(f"logs in {stack.log_dir}; Ctrl-C stops everything", style="dim", soft_wrap=True)
+        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as in the background of a script
+        stop = f"kill {os.getpid()}" if ignored else "Ctrl-C"
+        err.print(f"logs in {stack.log_dir}; {stop} stops everything", style="dim", soft_wrap=True)
         out.print(stack.address)
         exits.callback(lambda: err.print("stopping …", style="dim"))
         raise await stack.failed()

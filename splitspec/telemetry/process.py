@@ -189,10 +189,29 @@ def _metric_readers(settings: ServerSettings, resources: contextlib.ExitStack) -
         resources.callback(server.shutdown)
 
 
-def _append_only(path: str) -> io.TextIOWrapper:
-    """A stream whose every write is one system call at the end of the file: processes can share it."""
+class _AppendOnly(io.TextIOWrapper):
+    """A stream whose every write is one system call at the end of the file: processes can share it.
+
+    What can't be written, to a full disk for example, is lost, and told once until it works again.
+    """
+
+    _failing = False
+
+    def write(self, text: str) -> int:
+        try:
+            super().write(text)
+        except OSError as error:
+            if not self._failing:
+                log.warning("spans can't be written", trace_file=self.buffer.name, error=error.strerror)
+            self._failing = True
+        else:
+            self._failing = False
+        return len(text)
+
+
+def _append_only(path: str) -> _AppendOnly:
     try:
-        return io.TextIOWrapper(open(path, "ab", buffering=0), encoding="utf-8", write_through=True)
+        return _AppendOnly(open(path, "ab", buffering=0), encoding="utf-8", write_through=True)
     except OSError as error:
         raise ConfigError(
             f"--trace-file (SPLITSPEC_TRACE_FILE) is {path!r}: {error.strerror}, expected a file to append to"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import grpc
 import pytest
@@ -18,7 +19,9 @@ def texts_of(request: coordinator_pb2.GenerateRequest) -> list[str]:
     return [message.content for message in request.chat.messages]
 
 
-async def test_a_session_that_was_lost_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_session_that_was_lost_is_begun_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     answers = iter([None, LostTokensError("lost"), OverloadedError("full"), None, None])
 
     def answer(context: grpc.ServicerContext) -> list[coordinator_pb2.GenerateResponse]:
@@ -27,9 +30,10 @@ async def test_a_session_that_was_lost_is_begun_again(monkeypatch: pytest.Monkey
             raise error
         return whole()
 
-    monkeypatch.setattr("sys.stdin", io.StringIO("One?\nTwo?\nAgain?\nThree?\n"))
+    (tmp_path / "lines").write_text("One?\nTwo?\nAgain?\nThree?\n")
     script = Script(answer)
-    with serving(script) as address:
+    with serving(script) as address, (tmp_path / "lines").open() as lines:
+        monkeypatch.setattr("sys.stdin", lines)
         await converse(address, "Be brief.", {}, Console(file=io.StringIO()), Console(file=io.StringIO()))
     sent = [
         "close" if isinstance(request, coordinator_pb2.CloseSessionRequest) else texts_of(request)

@@ -127,8 +127,10 @@ def test_up_on_a_port_that_is_taken(demo_model: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_up_until_a_signal(demo_model: Path, tmp_path: Path, number: signal.Signals) -> None:
     words = [str(word) for word in (COMMAND, "up", "--model", demo_model, "--port", 0, "--log-dir", tmp_path)]
-    # The tests may run with SIGINT ignored, as shells have it in the background: children inherit that.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Ignored, as shells have it in the background, or not, however the tests themselves run.
+    in_background = number is signal.SIGTERM
+    reaction = signal.SIG_IGN if in_background else signal.default_int_handler
+    before = signal.signal(signal.SIGINT, reaction)
     up = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=BARE)
     signal.signal(signal.SIGINT, before)
     with up:
@@ -139,10 +141,13 @@ def test_up_until_a_signal(demo_model: Path, tmp_path: Path, number: signal.Sign
         assert done.returncode == 0, done.stderr
         children = Path(f"/proc/{up.pid}/task/{up.pid}/children").read_text().split()
         assert len(children) == 4
+        up.send_signal(signal.SIGINT)  # which the background ignores
         up.send_signal(number)
         rest, errors = up.communicate(timeout=60)
     assert (rest, up.returncode) == ("", 128 + number)
     assert "Traceback" not in errors
+    assert f"; {f'kill {up.pid}' if in_background else 'Ctrl-C'} stops everything" in errors
+    assert errors.splitlines()[-1] == ("terminated" if in_background else "interrupted")
     assert not any(alive(int(child)) for child in children)
 
 

@@ -224,3 +224,16 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
     assert [span.name for span in read_spans(trace_file)] == ["request"]
+
+
+def test_a_full_disk_is_told_once(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Telemetry.start(settings(trace_file="/dev/full"), "splitspec-coordinator", "c-1") as telemetry:
+        for _ in range(2):
+            for _ in range(600):  # more than one batch
+                telemetry.tracing.request([("traceparent", CALLER)]).end()
+    written = capfd.readouterr()
+    said = written.out + written.err + caplog.text
+    assert "Traceback" not in said
+    assert said.count("No space left on device") == 1
