@@ -86,9 +86,9 @@ async def test_other_sessions_are_not_waited_for(
             break
         with pytest.raises(SessionBusyError):
             await client.generate("Hi", **options).result()
-        with pytest.raises(SessionBusyError):  # no longer than the deadline
+        with pytest.raises((SessionBusyError, UnavailableError)):  # no longer than the deadline
             await client.generate("Hi", session_id="s", timeout=0.02).result()
-    assert 3 <= busy.calls <= 9
+    assert 2 <= busy.calls <= 9
 
 
 async def test_a_generation_that_is_dropped_is_cancelled(address: str, script: Script) -> None:
