@@ -58,7 +58,7 @@ def text(name: str, value: object) -> str:
     except UnicodeEncodeError as error:
         code = ord(value[error.start])
         # Python reads bytes that aren't text as U+DC80 to U+DCFF: arguments, file names.
-        what = f"byte 0x{code & 0xFF:02x}" if 0xDC80 <= code <= 0xDCFF else f"half a character U+{code:04X}"
+        what = f"byte 0x{code & 0xFF:02x}" if 0xDC80 <= code <= 0xDCFF else f"lone surrogate U+{code:04X}"
         expected = f"text that UTF-8 can hold, without the {what} at index {error.start}"
         raise InvalidRequestError.of(name, value, expected) from None
     return value
