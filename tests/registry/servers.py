@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from splitspec.registry import EmbeddedRedis
 
-_LIMIT_S = 30.0
+_LIMIT_S = 120.0
 
 
 class ClusterNode(EmbeddedRedis):

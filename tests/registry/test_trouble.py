@@ -147,7 +147,7 @@ async def test_sentinels_name_the_primary(server: EmbeddedRedis, tmp_path: Path)
             until(lambda: asked.sentinel_master("main")["num-slaves"] == 1)
             async with connected(url) as registry:
                 epoch = (await registry.open_session("t", "s", "a", LEASE_MS)).epoch
-                asked.sentinel_failover("main")
+                until(lambda: bool(asked.sentinel_failover("main")))  # once it finds the replica suitable
                 until(lambda: asked.sentinel_master("main")["port"] == port_of(replica))
                 # The Sentinel makes the old primary a replica of the new one, too, but takes 10 s.
                 old.replicaof("127.0.0.1", port_of(replica))
